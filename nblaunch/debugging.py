@@ -46,7 +46,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
     Also works after a session command has failed, until the next command.
 
-    All pdb commands work. At a failure, and on ranks that wait for others, you can look at frames but not continue.
+    All pdb commands work. After a failure, and on ranks that wait for others, you can inspect frames but not continue.
     ``q`` leaves pdb; at a ``breakpoint()``, ``c`` continues, and ``q`` ends the job.
 
     Args:
@@ -78,7 +78,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
 
 def _latest_waiting() -> Debugged | None:
-    """Return the latest kept failure or job at a ``breakpoint()``; None if there is none."""
+    """Return the latest job that is kept after a failure or waits at a ``breakpoint()``; None if there is none."""
     waiting: list[tuple[float, Debugged]] = [*jobs_at_breakpoints()]
     kept = latest_kept_failure()
     if kept is not None:
@@ -87,7 +87,7 @@ def _latest_waiting() -> Debugged | None:
 
 
 def on_prompts(runner: JobRunner) -> None:
-    """Ask the user in the running cell for the next line of the first rank's pdb.
+    """In the running cell, ask the user for the next line to send to the first rank's pdb.
 
     In the thread of a background job, print a hint instead.
     """
@@ -102,7 +102,7 @@ def on_prompts(runner: JobRunner) -> None:
 
 
 def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
-    """Ask the user for the next line of the first rank's pdb; call ``interrupt()`` on an interrupt."""
+    """Ask the user for the next line to send to the first rank's pdb; on an interrupt, call ``interrupt()``."""
     rank = debugger.next_prompt()
     if rank is None or (prompt := debugger.prompts.get(rank)) is None:
         return
@@ -139,7 +139,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 
 def _ask(rank: int, prompt: Prompted) -> str:
-    """Show pdb's output, and return the user's line; the end of the input leaves pdb."""
+    """Show pdb's output, and return the user's line, or ``q`` at the end of the input."""
     with live_hidden():
         if prompt.stop is not None:
             filename, line, _ = prompt.stop

@@ -101,7 +101,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
 
 
 def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dashboard]:
-    """Return dashboards for a terminal or a file: progress and a final table on stderr, lines of workers on stdout.
+    """Return dashboards for a terminal or a file: progress and a final table on stderr, the workers' lines on stdout.
 
     Args:
         is_live: redraw the progress in place, on a terminal; only if nothing else writes to it.

@@ -35,7 +35,7 @@ class ShownJob(Controls, Protocol):
     """A job that dashboards can be connected to."""
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
-        """Store ``show_again``, which shows the job in the running cell, and returns False if it can't."""
+        """Store ``show_again``, which shows the job in the running cell and returns False if it can't."""
 
 
 class Dashboard(abc.ABC):
@@ -156,7 +156,7 @@ class Pace:
         return self._clock() >= self._next_s
 
     def note_published(self, num_bytes: int = 0) -> None:
-        """Record that ``num_bytes`` are published now."""
+        """Record that ``num_bytes`` bytes are being published now."""
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
         pause_s = self._slow_s if is_slow else self._interval_s
@@ -164,7 +164,7 @@ class Pace:
 
 
 _LOOK_S_PER_RANK = 0.001
-"""Seconds per rank between two folds of readings: at most ten folds a second, and two with 512 ranks."""
+"""Seconds between two folds of readings, per rank: at most ten folds a second, and two with 512 ranks."""
 
 _MAX_SHARE = 0.05
 _LONGEST_S_PER_RANK = 0.002
@@ -182,7 +182,7 @@ _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
 
 
 class _Unread(NamedTuple):
-    """Readings that are not folded yet.
+    """Readings that have not been folded yet.
 
     They arrived ``at_s`` seconds after the start, and after ``num_events`` of the waiting events.
     """
@@ -254,7 +254,7 @@ class ViewingDashboard(Dashboard):
 
     @abc.abstractmethod
     def _draw(self) -> None:
-        """Show ``self._view`` and record the publication in the pace."""
+        """Show ``self._view``, and record in ``self._pace`` that it was published."""
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:

@@ -33,7 +33,7 @@ LINE_COLOUR = "#3b82d6"
 # Widths in pixels: a cell on a laptop has room for three charts, or for a wide and a normal one, side by side.
 _WIDTH, _WIDE = 256, 526
 LIVE_HEIGHT = 150
-"""Height of a chart while the job runs, in pixels, without its text."""
+"""Height of a chart in pixels, excluding its text, while the job runs."""
 _HEIGHT = 196
 _LEFT, _TOP = 46, 6  # edges of the curves, in pixels
 _RIGHT_GAP, _BOTTOM_GAP = 6, 18
@@ -123,7 +123,7 @@ def chart(
 
 
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
-    """Return the mean of lines of at least two points each, whose spacing may differ by a factor of 2, 4, 8..."""
+    """Return the mean of curves with at least two points each, whose spacings may differ by a factor of 2, 4, 8..."""
     # The last point of a line is closer to the previous one if its bin is incomplete, and points are missing where the
     # loss was NaN.
     width = max(map(_spacing, lines)) or 1.0

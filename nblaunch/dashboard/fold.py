@@ -30,10 +30,10 @@ _PAUSE_S = 2.0  # rates continue after a shorter pause between epochs
 
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
-    """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed.
+    """Return the view, updated with readings of the board at ``now_s`` (``time.time()``). Cheap if nothing changed.
 
-    The view of a finished job does not change, so that its ranks keep the numbers of their training instead of the
-    board's last numbers.
+    The view of a finished job does not change, so its ranks keep showing the numbers from their training rather than
+    the last numbers on the board.
     """
     if view.is_over:
         return view
@@ -101,7 +101,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
 
 
 def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
-    """Return seconds, steps and samples of training, including those since the last reading unless evaluating."""
+    """Return the seconds, steps and samples of training; add those since the last reading, except in an evaluation."""
     last = rank.reading
     if (
         is_evaluating
@@ -158,7 +158,7 @@ def _has_trained(reading: SlotReading) -> bool:
 
 
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
-    """Return the rate points that a reading continues; none in another phase, or in a new loop after a pause."""
+    """Return the rate points that a reading continues; none if the phase changed, or a new loop began after a pause."""
     points = rank.rate_points
     is_new_loop = reading.loop != rank.reading.loop
     has_paused = is_new_loop and points and reading.step_time_s - points[-1].time_s >= _PAUSE_S
@@ -182,7 +182,7 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals from the launcher: SIG
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:
-    """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing.
+    """Return the view, updated with events in order of arrival. Events of unknown types or ranks change nothing.
 
     This is cheap even if ranks print a lot, because only the last line that arrives from each rank is read.
     """
@@ -270,7 +270,7 @@ def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
 
 
 def _with_training_numbers(rank: RankView) -> RankView:
-    """Return a finished rank with the numbers of its training, not of the evaluation after it."""
+    """Return a finished rank with the numbers from its training, not from the evaluation that followed."""
     if rank.state is not WorkerState.DONE:
         return rank
     step, total, epoch = rank.reading.trained

@@ -90,7 +90,7 @@ STYLE_SHEET = (
 def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True) -> dict[str, str]:
     """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``.
 
-    With ``has_logs=False``, the folder of logs is left to :func:`log_bundle`.
+    With ``has_logs=False``, the log folder is left to :func:`log_bundle`.
     """
     table = tabulate(view)
     table = table if has_logs else replace(table, log_dir="")
@@ -137,7 +137,7 @@ def render_html(
 
 
 def runs(table: Table) -> str:
-    """Return one line with the runs of trackers, as links if they have an address; empty if there are no runs."""
+    """Return one line that lists the trackers' runs, as links if they have an address; empty if there are no runs."""
     shown = ", ".join(f"{escape(tracker)} {_link(location)}" for tracker, location in table.runs)
     return f'<div style="font-size:12px"><span style="{MUTED}">runs:</span> {shown}</div>' if shown else ""
 
@@ -287,7 +287,7 @@ def line(text: str) -> str:
 
 
 def _tail(tail: Tail, *, is_live: bool) -> str:
-    """Return lines of output; while the job runs, in a frame of constant height that shows the last ones."""
+    """Return lines of output; while the job runs, they are in a frame of fixed height that shows the last ones."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
     frame = ";height:153px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
@@ -297,7 +297,7 @@ def _tail(tail: Tail, *, is_live: bool) -> str:
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-# Columns start at the width of their usual text, in digits, so that they do not move when numbers grow.
+# Columns start at the width of their usual text, measured in digits, so that they do not move as numbers grow.
 _WIDTHS = {
     "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip
@@ -366,7 +366,7 @@ def _bar(row: Row, markup: Markup) -> str:
     colour = CALM if row.is_secondary else BAD if row.is_stuck else STATE_LOOKS[row.state].colour
     bar = f"<div{markup.of(f'bar{COLOURS.index(colour)}', width)}></div>"
     return (
-        # From 0 to 100, which are the defaults of a progress bar (WAI-ARIA 1.2).
+        # From 0 to 100, the default range of a progress bar (WAI-ARIA 1.2).
         f'<div role="progressbar" aria-label="{about}" aria-valuenow="{int(100 * row.fraction)}"'
         f"{markup.of('track')}>{bar}</div>"
     )

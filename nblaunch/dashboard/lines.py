@@ -8,7 +8,7 @@
 
 ``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. It writes the lines of one
 tick together, so the number of messages to the front end does not grow with the output. Each rank's lines stay in
-order. In a cell, ``FoldedLines`` puts the lines between the first and the last ones behind a line that unfolds them.
+order. In a cell, ``FoldedLines`` hides all but the first and last lines behind a line that unfolds them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
 
 NUM_LINES = 60
-"""Number of last lines that a ``LastLines`` keeps for each rank, and for all ranks together."""
+"""How many of the last lines a ``LastLines`` keeps for each rank, and for all ranks together."""
 
 TAIL_LENGTH = 20
-"""Number of last lines that are shown if space is limited, and at the end for a rank that printed a lot."""
+"""How many of the last lines are shown if space is limited, and at the end for a rank that printed a lot."""
 
 MAX_IN_CELL = 60
-"""Largest number of lines of a job that a cell prints; the others are folded."""
+"""Maximum number of a job's lines that a cell prints; the others are folded."""
 
 _FIRST_IN_CELL = 40
 _MAX_FOLDED = 5_000  # lines
@@ -50,7 +50,7 @@ _FOLDED = (
 
 
 class LastLines:
-    """The last lines of each rank and of all ranks."""
+    """The last lines of output from each rank, and from all ranks together."""
 
     def __init__(self) -> None:
         self._num_added = 0
@@ -88,7 +88,7 @@ class LastLines:
 
 
 def _display_line(event: Displayed) -> str:
-    """Return a display in one line: its text, or else the types of its data."""
+    """Return a display as one line: its text, or else the types of its data."""
     text = single_line(str(event.data.get("text/plain", "")))
     if not text or text.startswith("<IPython."):  # the name of a class does not describe the display
         text = single_line(", ".join(kind for kind in event.data if kind != "text/plain")) or text
@@ -99,7 +99,7 @@ MIN_RANKS = 3
 """Smallest number of ranks whose equal lines are merged."""
 
 MERGE_WINDOW_S = 2.0
-"""Largest number of seconds between equal lines that are merged."""
+"""Maximum time between equal lines that are merged, in seconds."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Line:
 
 
 class MergedLines:
-    """Lines of ranks in order; equal lines of several ranks are one entry."""
+    """The ranks' lines, in order; equal lines from several ranks form one entry."""
 
     def __init__(self) -> None:
         self._lines: list[_Line] = []
@@ -162,8 +162,8 @@ class _NoteLine(str):
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    After 500 lines of a rank, it only counts further lines, and prints the last ones at the end. If many ranks print a
-    lot, each rank's limit is its share of 1,000 lines.
+    After 500 lines from a rank, it only counts further lines, and prints the last ones at the end. If many ranks print
+    a lot, each rank's limit is its share of 1,000 lines.
 
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
@@ -403,7 +403,7 @@ class LinesPrinter(Dashboard):
 
 
 def publish_in_shell(shell: Any) -> Publish:
-    """Return a function that shows displays of workers in the running cell of ``shell``."""
+    """Return a function that shows the workers' displays in the running cell of ``shell``."""
 
     def publish(event: Displayed) -> None:
         shell.display_pub.publish(
@@ -442,7 +442,7 @@ class FoldedLines:
         self._num_others = 0
 
     def take(self, texts: Sequence[str]) -> list[str]:
-        """Add texts of whole lines; return the first lines of the job, to be printed at once."""
+        """Add texts that consist of whole lines; return the job's first lines, to be printed immediately."""
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
         first = lines[: max(_FIRST_IN_CELL - self._num_first, 0)]
         self._num_first += len(first)
@@ -451,7 +451,7 @@ class FoldedLines:
         return first
 
     def rest(self, log_dir: str, num_hidden: int) -> tuple[Bundle | None, list[str]]:
-        """Return an output that unfolds lines (None if there are few), and the last lines, to be printed below it.
+        """Return an output with lines to unfold (None if there are few), and the last lines, to be printed below it.
 
         Args:
             log_dir: folder with the complete logs; empty if there is none.

@@ -109,7 +109,7 @@ def id_of_running_request() -> str | None:
 
 
 def running_request() -> Mapping[str, Any]:
-    """Return the request that the current cell executes, as sent by the front end; empty outside of a kernel."""
+    """Return the request that the current cell is executing, as sent by the front end; empty outside a kernel."""
     return getattr(ipython_shell(), "parent_header", None) or {}
 
 
@@ -205,8 +205,8 @@ class NotebookDashboard(ViewingDashboard):
             self._lasting.show(log_bundle(view), is_final=True)
         # Closed after the output has been replaced, so that no empty output is visible.
         if self._panel is not None:
-            # On Colab, keep no widget: Colab saves widgets in a form that GitHub does not show, and presumably keeps a
-            # cell's output up to date even if no page is open.
+            # On Colab, don't keep the widget: Colab saves widgets in a form that GitHub does not show, and presumably
+            # keeps a cell's output up to date even when no page is open.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:

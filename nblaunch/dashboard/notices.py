@@ -1,6 +1,6 @@
 """Notices about slow ranks, stalled ranks and non-finite losses, and the current rates of ranks.
 
-The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Without an
+The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). If there is no
 explanation, the notice names the ranks that are slower than the others.
 
 A rank is stalled if it trains, evaluates or waits without any change (including output) for 20 s or for the time of 20
@@ -80,12 +80,13 @@ def _explained(view: JobView, compared: list[Notice]) -> list[Notice]:
 class _Claim:
     """A threshold: how much slower a rank must be, and for how long, before a notice reports it.
 
-    A busy machine delays ranks at random, so a small difference must last longer than a large one.
+    A busy machine delays ranks at random, so a small difference must last longer than a large one before it is
+    reported.
 
     Args:
-        ratio: duration of a step, as a multiple of the usual one.
-        span_s: seconds of measurement.
-        num_parts: number of parts of the span; the rank must be this slow in each.
+        ratio: duration of a step, as a multiple of the usual duration.
+        span_s: length of the measurement, in seconds.
+        num_parts: number of parts of the span; the rank must be this slow in each of them.
     """
 
     ratio: float
@@ -132,8 +133,8 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _slower_for_long(
     view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of a step by rank, and how many times slower the slow ranks are, for the first of ``_CLAIMS``
-    that holds.
+    """Return each rank's seconds per step, and how many times slower the slow ranks are, for the first claim that
+    holds.
 
     Args:
         view: view of the job.
@@ -178,7 +179,7 @@ def _ends_of_part(points: Sequence[RatePoint], part: int, num_parts: int) -> tup
 def _step_seconds(
     ends: Mapping[int, tuple[RatePoint, RatePoint]], measure: Callable[[RatePoint], tuple[float, int]]
 ) -> dict[int, float]:
-    """Return the seconds of a step between two points, by rank, for ranks that took steps there."""
+    """Return the seconds per step between two points, by rank, for the ranks that took steps between them."""
     seconds = {}
     for rank, (first, last) in ends.items():
         (from_s, from_step), (to_s, to_step) = measure(first), measure(last)
@@ -228,7 +229,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
 # --- stalled ---------------------------------------------------------------------------------------------------------
 
 STALLED_S = 20.0
-"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps are long."""
+"""Seconds after which a rank without a step, change of state or output is stalled; more if its steps are long."""
 
 _STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}

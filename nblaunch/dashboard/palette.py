@@ -2,7 +2,7 @@
 
 The colour of running text is unknown and inherited. Coloured text therefore mixes its colour with the inherited one,
 which keeps a contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background on which the theme's own text is
-legible. Bars and curves have the pure colour. States of different colours also have different shapes.
+legible. Bars and curves use the pure colour. States of different colours also have different shapes.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _OUTCOME_LOOKS = {
 _OTHER_OUTCOME = Look(CALM, "■", "yellow")
 
 MARKED_SHAPE = "▲"
-"""Shape of a rank that differs from the others while it runs."""
+"""Shape of a running rank that differs from the others."""
 
 
 def outcome_look(outcome: str) -> Look:
-    """Return the appearance of a job; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
+    """Return how to show a job; ``outcome`` is as in :class:`nblaunch.events.JobEnded`, and empty while it runs."""
     return _OUTCOME_LOOKS.get(outcome, _OTHER_OUTCOME)
 
 

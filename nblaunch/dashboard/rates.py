@@ -17,7 +17,7 @@ WINDOW_S = 10.0
 """Seconds over which rates are averaged."""
 
 Rates = tuple[float | None, float | None, float | None]
-"""Steps and samples per second, and seconds of a step without waits for other ranks."""
+"""Steps and samples per second, and seconds per step, excluding waits for other ranks."""
 
 _MAX_SPACING_S = 0.5
 _NUM_SPACES = 20  # between the points of a full window
@@ -27,7 +27,7 @@ _MIN_INTERVALS = 4  # fewer can't distinguish a pause from uneven steps
 
 
 class RatePoint(NamedTuple):
-    """A point of the window for rates. ``time_s`` is the monotonic clock of the worker.
+    """A point of the window over which rates are averaged. ``time_s`` is the time on the worker's monotonic clock.
 
     ``is_first``: the steps after it are the first of a loop.
     """
@@ -41,7 +41,7 @@ class RatePoint(NamedTuple):
 
 
 def with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
-    """Return ``points`` with a new last point, without points that are too close together or older than the window.
+    """Return ``points`` with a new last point; drop points that are too close together or older than the window.
 
     If steps take seconds, enough points are kept to compare a rate with another rank's.
     """
@@ -100,7 +100,7 @@ def pause_s(points: tuple[RatePoint, ...]) -> float:
 
 
 def warm_up(before: tuple[RatePoint, ...], after: tuple[RatePoint, ...]) -> tuple[float, int]:
-    """Return the duration and the number of the first steps if a new point ended the warm-up; zeros otherwise.
+    """Return how long the first steps took and how many there were, if a new point ended the warm-up; else zeros.
 
     Args:
         before: the points without the new one.

@@ -48,7 +48,7 @@ def figures(view: JobView) -> tuple[Figure, ...]:
 
 
 def shown_metrics(view: JobView) -> tuple[str, ...]:
-    """Return the names of the first metrics that become figures: numbers that have changed."""
+    """Return the names of the metrics to show as figures: the first few numbers that have changed."""
     return tuple(name for name, curve in view.curves.items() if not curve.is_flat)[:_MAX_METRICS]
 
 
@@ -128,7 +128,7 @@ def _memory(view: JobView) -> list[Figure]:
 
 
 def alike(view: JobView) -> str:
-    """Return in words what all ranks of a successful job did; empty if they differ, or for a single rank."""
+    """Describe what all ranks of a successful job did; return "" if they differ or if there is only one rank."""
     ranks = view.ranks
     if len(ranks) < 2 or not view.is_over or any(not _ended_well(rank) for rank in ranks):
         return ""

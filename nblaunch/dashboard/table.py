@@ -33,13 +33,13 @@ from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
 
 MAX_ALL_IN_ROWS = 16
-"""Largest number of ranks that all have their own row."""
+"""Maximum number of ranks that all have their own row."""
 
 MAX_DIFFERING_ROWS = 12
-"""Largest number of rows for ranks that differ; further ranks are also collapsed."""
+"""Maximum number of rows for ranks that differ; further ranks are also collapsed."""
 
 HEAD_LINES = 500
-"""Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""
+"""Number of a rank's lines that a cell prints immediately; ``lines.py`` omits further lines."""
 
 _NO_PROGRESS = "no progress"
 _CUT_OFF = "cut off"  # the rank failed because another rank did
@@ -85,8 +85,8 @@ def rows_of(
 
     Args:
         view: the job, with current rates (``notices.as_of_now``).
-        notices: notices of the job.
-        left_s: seconds until its end (``JobView.left_s``, which takes long to compute for many ranks).
+        notices: the job's notices.
+        left_s: seconds until the job ends (``JobView.left_s``, which is slow to compute for many ranks).
 
     Returns:
         The names of the columns between state and detail; the rows; and the other ranks in words, empty if all ranks
@@ -259,7 +259,7 @@ def _whole(
     columns: Sequence[str],
     left_s: float | None,
 ) -> Row:
-    """Return the row of all ranks: the progress of the slowest, and the throughput and memory of all together."""
+    """Return the row for all ranks: the progress of the slowest, and the combined throughput and memory."""
     ranks = view.ranks
     last = furthest_behind(view)
     (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
@@ -332,7 +332,7 @@ def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapp
 
 
 def _collapsed(statuses: Sequence[_RankStatus], differing: Collection[int]) -> str:
-    """Return the other ranks in words: ``ranks 0-7 training; ranks 8-15 waiting``."""
+    """Describe the other ranks in words: ``ranks 0-7 training; ranks 8-15 waiting``."""
     words = {rank: status.word for rank, status in enumerate(statuses) if rank not in differing}
     return "; ".join(f"{_named(ranks)} {word}" for word, ranks in formatting.ranks_by_text(words).items())
 
@@ -345,7 +345,7 @@ def _named(ranks: Sequence[int]) -> str:
 _NUM_NOTES = 5
 
 LIVE_ROWS = 8
-"""Largest number of last epochs in the table while a job runs."""
+"""Maximum number of recent epochs in the table while a job runs."""
 
 _ALL_ROWS = 30  # when the job has ended
 _NUM_METRICS = 8
@@ -368,7 +368,7 @@ class EpochTable:
 
 @dataclass(frozen=True)
 class Table:
-    """All displayed text of a job.
+    """All text that is displayed for a job.
 
     Args:
         columns: names of the columns between state and detail.

@@ -61,13 +61,13 @@ def size_of(stream: Any) -> tuple[int, int]:
 
 
 def encodable(stream: TextIO, text: str) -> str:
-    """Return text with ``?`` for characters that the encoding of the stream lacks."""
+    """Return the text with ``?`` in place of characters that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"  # encodes all but lone surrogates
     return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write text in one call, with ``?`` for characters that the encoding of the stream lacks."""
+    """Write text in one call, with ``?`` in place of characters that the stream's encoding lacks."""
     stream.write(encodable(stream, text))
 
 
@@ -208,7 +208,7 @@ class TextDashboard(ViewingDashboard):
         if self._live is not None:
             self._live.clear()
         if view.is_started:
-            # The report of a hang was already written as lines.
+            # The report of a hang has already been written as lines.
             text = render_text(
                 replace(view, hang=()),
                 paint=paint if has_colour(self._to) else unpainted,

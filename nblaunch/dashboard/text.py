@@ -108,7 +108,7 @@ def _headline(view: JobView, table: Table, paint: Paint, width: int | None) -> s
 
 
 def shows_rows(view: JobView, table: Table) -> bool:
-    """Return whether the rows say more than the figures of a job that has ended."""
+    """Return whether the rows add anything to the figures of a job that has ended."""
     if not table.rows or table.alike:
         return False
     is_plain = len({(row.state_text, row.detail) for row in table.rows}) == 1 and not table.columns
@@ -184,7 +184,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
-    """Return the width of a column, at least the width of its usual texts, so that columns do not come and go."""
+    """Return the width of a column, which fits at least its usual texts, so that columns do not come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))

@@ -76,7 +76,7 @@ def read_bar(line: str) -> Bar | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a quantity over an attempt. Every second point is dropped when there are too many.
+    """Data points of a quantity during an attempt. Every second point is dropped when there are too many.
 
     Args:
         xs: steps, in increasing order.
@@ -121,7 +121,7 @@ class Curve:
 
 
 CHART_LENGTH = 200
-"""Largest number of points of a logged metric."""
+"""Maximum number of points of a logged metric."""
 
 LINE_STAYS_S = 2.0
 """Seconds for which a progress bar stays visible after another line replaces it, because bars usually come back."""
@@ -138,7 +138,7 @@ class EpochView:
     Args:
         losses: sum of the ranks' mean losses.
         num_losses: number of ranks in the sum.
-        duration_s: duration of the slowest rank; 0.0 while the epoch lasts.
+        duration_s: duration on the slowest rank; 0.0 while the epoch is still running.
         metrics: the last value of each metric logged in or after this epoch.
     """
 
@@ -255,7 +255,7 @@ class RankView:
 
     @property
     def bar(self) -> Bar | None:
-        """The status line, parsed, if it is a progress bar of tqdm."""
+        """The status line, parsed, if it is a tqdm progress bar."""
         return read_bar(self.status_line)
 
     @property
@@ -301,7 +301,7 @@ class RankView:
 
     @property
     def expected_total(self) -> int:
-        """The expected batches of the current loop; for a stream, as many as in the last epoch. -1 if unknown."""
+        """The number of batches expected in this loop; for a stream, as many as in the last epoch. -1 if unknown."""
         step, _, epoch = self.reading.trained
         is_stream = self.total < 0 and not self.is_evaluating and step > 0 and self.epoch > 0
         # After the last batch of an epoch, `trained` describes this epoch instead of the previous one.
@@ -327,7 +327,7 @@ class RankView:
 
     @property
     def usual_step_s(self) -> float | None:
-        """The expected seconds of the next steps, ignoring a single long one; None if unknown."""
+        """The expected seconds per step from now on, ignoring a single long step; None if unknown."""
         if not self.steps_per_s:
             return None
         points = self.rate_points
@@ -347,7 +347,7 @@ class RankView:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until the end of all epochs; None if unknown, for example without a number of epochs.
+        """The estimated seconds until all epochs end; None if unknown, for example if the number of epochs is unknown.
 
         For a loop that does not train, these are the seconds until the end of the loop.
         """

@@ -17,13 +17,13 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.widget_throttle import Throttle
 
 MAX_TABS = 16
-"""Largest number of ranks with tabs; with more ranks, only the lines of all ranks together are shown."""
+"""Maximum number of ranks with a tab of their own; with more, only the lines of all ranks together are shown."""
 
 _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; each new line sends the whole tab
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between updates of the selected tab; for the other tabs, seconds multiplied by the number of ranks.
+# Seconds between updates of the selected tab; and of the other tabs, to be multiplied by the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -40,7 +40,7 @@ TAB_SHEET = (
 
 
 class LogPane:
-    """The last lines of all ranks in chronological order, and of each rank.
+    """The last lines of all ranks together, in chronological order, and of each rank separately.
 
     All tabs are kept up to date, because the front end switches them itself.
     """
@@ -77,7 +77,8 @@ class LogPane:
             for rank, line in self._last_lines.of_all()
         ]
         self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
-        # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
+        # The kernel learns which tab is selected only when no cell is running, so this is a guess; all tabs are kept
+        # up to date.
         seen = getattr(self._pages, "selected_index", None)
         for rank in range(len(self._panes) - 1):
             self._show_rank(rank, is_seen=seen == rank + 1)
@@ -102,7 +103,7 @@ _NOTHING = f'<pre style="{_PRE};opacity:.7">nothing printed yet</pre>'
 
 
 def _pane(lines: list[str], num_bytes: int) -> str:
-    """Return the last of ``lines`` that fit into ``num_bytes`` as HTML."""
+    """Return, as HTML, as many of the last ``lines`` as fit into ``num_bytes``."""
     if not lines:
         return _NOTHING
     size, first = 0, len(lines)

@@ -7,15 +7,15 @@
     epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
     metrics, folder of logs
 
-Only the values of widgets change, so nothing flickers. A single HTML widget would send one larger message a second
-instead of five (measured with 8 and 512 ranks), but within the same budget of bytes the rows would move half as often,
-and each update would reset the tabs and all scroll positions.
+Only the values of widgets change, so nothing flickers. Measured with 8 and 512 ranks, a single HTML widget would send
+one larger message a second instead of five. Within the same budget of bytes, however, the rows would be updated half
+as often, and each update would reset the tabs and all scroll positions.
 
 This module needs ipywidgets (7.7 or 8), so it is imported only to open a panel. It uses neither JavaScript nor an
 Output widget, which the front end would fill asynchronously.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
-subshell's); kernels without subshells handle it when the running cell has ended. A click sends a request to the job;
+subshell's); kernels without subshells handle it after the running cell has ended. A click sends a request to the job;
 the panel shows the request at its next update.
 """
 
@@ -51,8 +51,8 @@ _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
 _BUTTON_HEIGHT = "26px"
 STOP_REQUESTED = (
-    "stop requested: loops that check accelerator.should_stop end at the same step on every rank. Interrupt ends "
-    "any function"
+    "stop requested: loops that check accelerator.should_stop end at the same step on every rank. To end "
+    "any function, click Interrupt"
 )
 INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
 KILL_REQUESTED = "killed"
@@ -72,7 +72,7 @@ class Buttons:
         self._shown = widgets.Layout(width="auto", height=_BUTTON_HEIGHT, margin="0 0 0 6px")
         self._hidden = widgets.Layout(display="none")
         self._stop = self._button("Stop", "stop training at the same step on every rank", self._on_stop)
-        self._kill = self._button("Kill", "kill every worker at once", self._on_kill)
+        self._kill = self._button("Kill", "kill every worker immediately", self._on_kill)
         self.widget = widgets.HBox(
             [
                 self._button("Stacks", "show the Python stack of every rank", self._on_stacks),
@@ -130,7 +130,7 @@ class Buttons:
             self._controls.interrupt()
 
     def _on_kill(self, button: Any) -> None:
-        """Kill the job on the second click, but not on a double click, because unsaved progress is lost."""
+        """Kill the job only on a second click that is not a double click, because unsaved progress will be lost."""
         if self._controls is None:
             return
         since_s = self._clock() - self._kill_clicked_s
@@ -153,7 +153,7 @@ _CHARTS_PX = LIVE_HEIGHT + 46  # height of a chart, including its text
 class ChartRow:
     """The charts side by side. Each has its own widget, so only charts with new points are sent.
 
-    If the charts need more room, the row scrolls, because their final number is unknown.
+    The final number of charts is unknown, so the row scrolls if they need more room.
     """
 
     def __init__(self, throttle: Throttle, clock: Callable[[], float]) -> None:
@@ -203,7 +203,7 @@ _TITLE_S = 0.8
 _ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
 _DEAD = "jupyter-widgets-disconnected"
 MAX_KEPT = 100
-"""Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
+"""Maximum number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 20.0, 45.0, 100.0)
 """Times at which the state of a closed panel is sent again, in seconds after it was closed."""
@@ -221,7 +221,7 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 0", min_width="0", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
-        # All rows are one widget and one message, whatever the number of ranks.
+        # All rows share one widget and one message, whatever the number of ranks.
         rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
         self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
         self._states: list[tuple[str, str]] = []
@@ -247,7 +247,7 @@ class Panel:
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
-        # Epochs and logs are side by side if there is room for both, which makes the panel less tall.
+        # Epochs and logs are side by side if there is room for both, which makes the panel shorter.
         lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-start", margin="0")
         self._beside = widgets.Layout(flex="0 0 auto", margin="2px 24px 2px 0")
         self._lower = widgets.HBox([self._epochs], layout=lower)
@@ -275,7 +275,7 @@ class Panel:
         }
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons to a background job; their line has the same height while they are hidden."""
+        """Connect the buttons to a background job; their row keeps its height while they are hidden."""
         self._top.layout.min_height = _BUTTON_HEIGHT
         self._buttons.connect(controls)
 
@@ -369,8 +369,8 @@ class Panel:
 def _send_again_later(root: Any) -> None:
     """Send the content of a closed panel again, for a page that was loading when the job ended.
 
-    Such a page has already requested the states of all widgets. It drops messages to a widget that it has not yet
-    created, and does not report when it has created all of them.
+    Such a page has already requested the states of all widgets. It drops messages to widgets that it has not created
+    yet, and does not report when all widgets exist.
     """
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None:

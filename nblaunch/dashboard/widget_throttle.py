@@ -2,9 +2,10 @@
 
     panel ──update(widget, value="...")──> Throttle ──flush()──> front end
 
-Each change of a widget is a message of at least 600 bytes, and many messages block a slow front end (a remote one, a
-phone). The panel therefore passes the values of all widgets at every tick, and the throttle sends those that have
-changed: urgent ones at once, the others within the budget, the most overdue first. It skips intermediate values.
+Each change to a widget sends a message of at least 600 bytes, and many messages block a slow front end, such as a
+remote one or a phone. The panel therefore passes the values of all widgets at every tick, and the throttle sends those
+that have changed: urgent ones immediately, the others within the budget, the most overdue first. It skips intermediate
+values.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Slot:
 
 
 class Throttle:
-    """Sends changes of widgets within a budget. Only one thread may use it at a time."""
+    """Sends changes to widgets within a budget. Only one thread may use it at a time."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -87,7 +88,7 @@ class Throttle:
     def flush(self) -> int:
         """Send the changes that are due; return the number of widgets sent."""
         now_s = self._clock()
-        # Urgent messages may have overdrawn the budget; the limit lets other messages follow soon.
+        # Urgent messages may have overdrawn the budget; the limit on the deficit lets other messages follow soon.
         budget = max(self._budget_bytes, -BURST_BYTES) + (now_s - self._filled_s) * RATE_BYTES_S
         self._budget_bytes = min(budget, BURST_BYTES)
         self._filled_s = now_s
@@ -106,7 +107,7 @@ class Throttle:
 
     def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
         self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
-        # Sent values are stored here, because the front end changes some traits of the widget itself.
+        # Sent values are stored here, because the front end itself changes some of the widget's traits.
         slot.sent.update(changes)
         slot.sent_s, slot.is_urgent = now_s, False
         if len(changes) == 1:
@@ -125,5 +126,5 @@ def _overdue(slot: _Slot, now_s: float) -> float:
 
 
 def _weight(value: Any) -> int:
-    """Return the approximate bytes of a value in a message; other widgets are sent as ids."""
+    """Return the approximate size of a value in a message, in bytes; widgets are sent as ids."""
     return len(value) if isinstance(value, str) else 40
