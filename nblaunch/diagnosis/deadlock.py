@@ -41,7 +41,7 @@ _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 
 
 class DeadlockDetector:
-    """Reports each endless wait of a rank once. A check of a running rank reads only one small file."""
+    """Reports ranks that wait forever, each wait once. A check of a running rank reads only one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0

@@ -49,7 +49,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first call of a group that differs between ranks.
+    """The first of a group's calls that differs between ranks.
 
     Args:
         group: the group.
@@ -83,7 +83,7 @@ def find_disagreement(calls: Mapping[int, RankCalls]) -> Disagreement | None:
 
 
 def completed(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Disagreement:
-    """Return the disagreement with the calls of all ranks whose call is known or can be inferred.
+    """Return the disagreement, completed with the calls of all ranks whose call is known or can be inferred.
 
     Args:
         disagreement: the disagreement.
@@ -180,7 +180,7 @@ def _first_difference(group: Group, by_rank: Mapping[int, Mapping[int, Call]]) -
 
 
 def _steps_by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int, Call]]]:
-    """Return the optimizer steps with a known learning rate by group, rank and number."""
+    """Return the optimizer steps whose learning rate is known, keyed by group, rank and number."""
     steps: dict[Group, dict[int, dict[int, Call]]] = {}
     for rank, rank_calls in calls.items():
         for call in rank_calls.calls:
@@ -256,7 +256,7 @@ def outside_majority(sides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def _faulty(sides: Sides) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority, the ranks on a line that only some reach."""
+    """Return the ranks outside the majority; if there is none, the ranks on a line that only some ranks reach."""
     minority = outside_majority([ranks for ranks, _ in sides])
     if minority is not None:
         return minority
@@ -267,7 +267,7 @@ def _faulty(sides: Sides) -> tuple[int, ...]:
 
 
 def condition_of(call: Call) -> str:
-    """Return the condition on the rank around a call; empty if the source shows none."""
+    """Return the condition that lets only some ranks reach a call; empty if the source shows none."""
     return condition_on_rank(call.site.filename, call.site.line)
 
 
@@ -349,7 +349,7 @@ def _form(call: Call) -> str:
 
 
 def places(calls: Iterable[Call]) -> str:
-    """Return the places of calls, each once: ``cell 5, line 9``."""
+    """Return the places of calls, without duplicates: ``cell 5, line 9``."""
     return formatting.first(list(dict.fromkeys(place(call) for call in calls)), _MAX_PLACES, " and ")
 
 
@@ -376,7 +376,7 @@ _SIZES = (
 )
 _TYPES = "Every rank must pass tensors of the same type: convert them first."
 _REDUCTIONS = "Every rank must ask for the same reduction: the result is undefined otherwise."
-_ROOTS = "Every rank must name the same root (src, dst), as a rank of the job."
+_ROOTS = "Every rank must pass the same root (src or dst), given as a rank of the job."
 _SPLITS = "What a rank sends (input_split_sizes) must match what its peer expects (output_split_sizes)."
 _MODELS = "Every rank must build the same model."
 

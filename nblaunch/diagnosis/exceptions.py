@@ -5,7 +5,8 @@ compiles functions that raise at these lines, so that pdb, ``traceback`` and IPy
 cell's source.
 
 IPython shows the user's frames and the innermost library frame, but none of nblaunch's. Below a worker's exception, it
-shows the notes. If the launcher raised the exception, it shows only the line of the cell that called the launcher.
+shows the notes. If the launcher raised the exception, IPython shows only the line of the cell that called the
+launcher.
 """
 
 from __future__ import annotations
@@ -345,7 +346,7 @@ class RemoteRendering:
 
 
 def _render_launchers_own() -> list[str]:
-    """Render the launcher's exception that is being handled, with frames up to the call to the launcher."""
+    """Render the launcher's exception, which is being handled, with frames up to the call to the launcher."""
     error, tb = sys.exc_info()[1], sys.exc_info()[2]
     shell = ipython_shell()
     if shell is None or error is None:
@@ -361,7 +362,7 @@ def _fitting(
     tb: TracebackType | None,
     notes: Sequence[str],
 ) -> list[str]:
-    """Return IPython's lines and the notes, with as much source and message as fit into :data:`_MAX_LINES`."""
+    """Return IPython's lines and the notes, with as much source and message as fits into :data:`_MAX_LINES`."""
     lines: list[str] = []
     for context, max_lines in _FITS:
         error = shown(max_lines)
@@ -378,7 +379,7 @@ def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch and the libraries that it called; keep user code that nblaunch called."""
+    """Return the entries outside nblaunch and the libraries that it called; keep user code that nblaunch called."""
     kept = []
     is_inside = False
     for entry in _entries(tb):

@@ -31,7 +31,7 @@ from nblaunch.host import disk
 
 _LAST_LINES = 5
 _LINE = 200  # characters
-# C++ code that aborts, such as NCCL's watchdog or libtpu, prints the cause on one line and frames on many.
+# C++ code that aborts, such as NCCL's watchdog or libtpu, prints the cause on one line and the stack frames on many.
 _NATIVE_FRAME = re.compile(r"\s*frame #\d+: |\s+@\s+0x[0-9a-f]+ |\*\*\* Check failure stack trace: ")
 _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
@@ -46,10 +46,10 @@ _LOOK_THERE = (
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 _COLLECTIVE_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
-"""Files that raise an exception when a collective fails."""
+"""Source files whose code raises an exception when a collective fails."""
 
 _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
-"""The value that a rank passed, in the message of ``training/collectives/operations.py``."""
+"""The value that a rank passed, as shown in an error message from ``training/collectives/operations.py``."""
 
 
 class Logs(Protocol):
@@ -205,7 +205,7 @@ def _exit_code(status: ExitStatus | None) -> int:
 def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Failure | None:
-    """Return the rank of another node whose early return made ranks of this node fail."""
+    """Return the rank on another node whose early return made ranks on this node fail."""
     for rank, returned in sorted(remote.returned.items()):
         if returned.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
@@ -268,7 +268,7 @@ def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
 def _failure_of_ranks(
     error: BaseException, ranks: Sequence[int], headline: str, advice: tuple[str, ...] = ()
 ) -> Failure:
-    """Return the failure of several ranks; ``headline`` is a sentence that begins with them."""
+    """Return the failure of several ranks; ``headline`` is a sentence that begins with these ranks."""
     if len(ranks) != 1:
         return Failure(error, None, headline, advice)
     return Failure(error, ranks[0], headline.removeprefix(f"rank {ranks[0]} "), advice)
@@ -283,7 +283,7 @@ def _device_evidence(root: RootCause) -> list[str]:
 
 
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
-    """Return lines of evidence that memory caused the failure; empty if there is none."""
+    """Return evidence that memory caused the failure, as lines; empty if there is none."""
     record = report.memory
     if root.left_early:
         return []
@@ -358,7 +358,7 @@ def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:
 
 
 def _explain_failure(report: AttemptReport, root: RootCause | None) -> Explanation | None:
-    """Return which calls differ, or which rank arrived alone; None if another failure explains the end.
+    """Return which calls differ, or which rank arrived alone; None if another failure explains why the job ended.
 
     Args:
         report: facts of the attempt.
@@ -393,7 +393,7 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
 
 
 def _may_come_from_collective(cause: RootCause) -> bool:
-    """Return whether a collective can cause such a failure: an error, an abort, or a return while others wait."""
+    """Return whether a collective can fail like this: with an error, an abort, or a return while other ranks wait."""
     if cause.left_early:
         return True
     if cause.failed is None:

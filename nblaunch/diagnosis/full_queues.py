@@ -32,7 +32,7 @@ _PUTTING = (
 
 
 class FullQueueDetector:
-    """Reports each wait of a rank for a reader once. A check of a running rank reads only one small file."""
+    """Reports ranks that wait for a reader, each wait once. A check of a running rank reads only one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0

@@ -24,13 +24,13 @@ _WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
 """States that count as progress for as long as they last."""
 
 _CHECKS_AT = (0.5, 0.75, 1.0)
-"""Times of the checks of a rank without progress, as fractions of the timeout."""
+"""When to check a rank that makes no progress, as fractions of the timeout."""
 
 _IDLE_SHARE = 0.02
-"""Fraction of one core below which a thread is idle; polling threads use less."""
+"""Fraction of one core below which a thread counts as idle; polling threads use less."""
 
 _IDLE_S = 0.05
-"""Processor seconds below which a thread is idle, for short timeouts: the system counts in units of 0.01 s."""
+"""CPU seconds below which a thread counts as idle if the timeout is short: the system counts in units of 0.01 s."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return the seconds without progress of each running rank that is due for a check."""
+        """Return for how many seconds each running rank that is due for a check has made no progress."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 
@@ -181,7 +181,7 @@ class HangDetector:
                 continue
             is_alone = moved_s - state.moved_s >= self.timeout_s
             if now_s - moved_s < self.timeout_s and (not is_alone or state.position.waits_for_ranks):
-                # Other ranks make progress, or did until a moment ago.
+                # Other ranks are making progress, or were until a moment ago.
                 state.restart_checks(moved_s, self._num_messages.get(rank, 0))
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, state)
@@ -214,7 +214,7 @@ class HangDetector:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
     def _is_hung(self, rank: int, state: _Rank) -> bool:
-        """Return whether a rank without progress certainly hangs, rather than working without taking steps."""
+        """Return whether a rank that makes no progress is certainly hung, and not just busy between steps."""
         if state.has_moved or state.position.is_long_work:
             return False
         if state.progress.has_stepped:
@@ -261,7 +261,7 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
 
 
 BUSY_FOR_LONG = (
-    f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, raise hang_timeout_s."
+    f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, increase hang_timeout_s."
 )
 """Advice for ranks that have made no progress for ``hang_timeout_s``."""
 

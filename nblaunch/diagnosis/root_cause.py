@@ -15,7 +15,7 @@ _MEANINGS = {
     "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host "
     "with more.",
     "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
-    "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
+    "stack names the library: update the library, or run the function with num_processes=1 to find the cause.",
     "SIGBUS": "A mapped file ended early; in containers usually because /dev/shm is full. Enlarge it "
     "(docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
     "SIGABRT": "Native code aborted. Its message is in the last lines or in the complete log; with "
@@ -26,7 +26,7 @@ _MEANINGS = {
 }
 
 _UNKNOWN_STATUS = (
-    "Other code of this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN "
+    "Other code in this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN "
     "while workers ran), so the signal or exit code is lost. Look in the complete log, and remove that code "
     "from the notebook."
 )
@@ -137,7 +137,7 @@ def early_leavers(report: AttemptReport) -> str:
 
 
 def what_it_means(cause: RootCause) -> str:
-    """Return the meaning of the cause, and what to do next."""
+    """Return what the cause means and what to do next."""
     status = cause.status or ExitStatus(0)
     if cause.left_early:
         return SAME_COLLECTIVES

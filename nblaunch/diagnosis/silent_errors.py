@@ -19,15 +19,15 @@ _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
 _GATHER_WRITES_S = 5.0
-"""Seconds that observations of a file wait, if several ranks write the file."""
+"""Seconds for which observations of a file that several ranks write are held back."""
 
 OF_NODE = frozenset({"together"})
-"""Values of ``judged_by`` of the observations that each node judges itself, because a path may name different files on
-different nodes.
+"""Values of ``judged_by`` for observations that each node judges itself, because the same path may name different
+files on different nodes.
 """
 
 OF_JOB = frozenset({"itself", "equal", "distinct", "first", "finally"})
-"""Values of ``judged_by`` of the observations that are judged for all nodes together."""
+"""Values of ``judged_by`` for observations that are judged for all nodes together."""
 
 EVERYTHING = OF_NODE | OF_JOB
 """All values of ``judged_by``, for jobs on one machine."""
@@ -45,8 +45,8 @@ class SilentErrors:
     Args:
         ranks: all ranks that may send observations.
         emit: receives a warning for each error.
-        scope: the observations to judge. With several nodes, each judges :data:`OF_NODE`, and the coordinator
-            :data:`OF_JOB`.
+        scope: the observations to judge. With several nodes, each node judges :data:`OF_NODE`, and the coordinator
+            judges :data:`OF_JOB`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks where the problem began; none if it began on all ranks at once, or more than a step apart."""
+    """Return the ranks where the problem began; none unless it reached all the others exactly one step later."""
     first = min(seen.value for seen in by_rank.values())
     is_spread = max(seen.value for seen in by_rank.values()) == first + 1
     return sorted(rank for rank, seen in by_rank.items() if seen.value == first) if is_spread else []

@@ -24,7 +24,7 @@ MIN_STEPS = 5
 """Smallest number of steps that is enough to judge a rank."""
 
 MIN_PERIOD_S = 2.0
-"""Seconds that these steps must take in total."""
+"""Minimum total duration of these steps, in seconds."""
 
 _MIN_STEP_S = 2e-3  # overhead dominates shorter steps, as in toy examples
 _MIN_LOST_S = 5e-3  # of a step
@@ -68,7 +68,7 @@ class StepTimes:
 
     @property
     def own_s(self) -> float:
-        """Seconds of a step in the user's code and the forward pass, without waits for other ranks."""
+        """Seconds that a step spends in the user's code and the forward pass, excluding waits for other ranks."""
         return (self.period_s - sum(self.seconds.values())) / self.num_steps
 
 
@@ -144,7 +144,7 @@ class Cause:
         kind: name of the cause.
         ranks: the affected ranks; empty means all ranks.
         text: a sentence without its full stop: what happens, and what to do.
-        is_fixed: whether the cause is permanent, so that fewer observations make it certain.
+        is_fixed: whether the cause is permanent, so that fewer observations are enough to be certain.
     """
 
     kind: str
@@ -188,7 +188,7 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
             evaluated_s += duration_s if kind is SpanKind.EVALUATION else 0.0
         around.append(span)
     by_kind = {kind: [span for span in inside if span.kind == kind] for kind in SpanKind}
-    # Many collections in a row, such as those after profiling ends, are not a property of the steps.
+    # Many collections in a row, such as those after profiling ends, say nothing about the steps.
     counts[SpanKind.GARBAGE] = len({bisect_right(ends, span.began_s) for span in by_kind[SpanKind.GARBAGE]})
     data, collectives = by_kind[SpanKind.DATA], by_kind[SpanKind.COLLECTIVE]
     names = Counter(span.detail for span in collectives if 0 <= span.detail < len(COLLECTIVES))
@@ -205,7 +205,7 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
 def _without_closures(spans: Sequence[Span]) -> list[Span]:
     """Return the spans; move the start of each optimizer's span to the end of the last backward pass in its closure.
 
-    Lightning and LBFGS compute forward and backward in a closure that the optimizer calls.
+    Lightning and LBFGS run the forward and backward passes in a closure that the optimizer calls.
     """
     backward_ends = sorted(span.ended_s for span in spans if span.kind == SpanKind.BACKWARD)
 
@@ -250,7 +250,7 @@ _MIN_LIMITED = 0.2
 
 
 def _threads(uses: Uses, machine: Machine) -> Cause | None:
-    """Find processes with more threads than processors, which wait for each other."""
+    """Find processes that have more threads than the machine has processors, so that threads wait for a processor."""
     if not uses:
         return None
     number = round(median(use.num_threads for use in uses.values()))
@@ -448,7 +448,7 @@ _LOOKS: tuple[Callable[[Times, Uses], Cause | None], ...] = (
 
 
 def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -> list[int]:
-    """Return the ranks that spend enough time on a kind of span to matter, and at least a given share of their time."""
+    """Return the ranks on which spans of a kind take enough time to matter, and at least a given share of the time."""
     return [
         rank
         for rank, spent in times.items()

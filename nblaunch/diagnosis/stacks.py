@@ -26,7 +26,7 @@ _QUIET_S = 0.03
 """Seconds without growth after which a file is complete; faulthandler writes line by line."""
 
 _STACK_BYTES = 1 << 14
-"""Largest size of a rank's stacks."""
+"""Maximum size of a rank's stacks, in bytes."""
 
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -46,7 +46,7 @@ _LONG_WORK_FILES = (
     "/safetensors/",
     "/nblaunch/training/checkpoints/",
 )
-"""Files for compilation and checkpoints, where one call may take a long time without any sign of progress."""
+"""Source files that compile or handle checkpoints, in which a call may take long without any sign of progress."""
 
 _IMPORT_SYSTEM = "<frozen importlib."
 
@@ -112,7 +112,7 @@ class Position:
 
     @property
     def place(self) -> str:
-        """Its position in a short form: ``cell 5, line 9``, ``train.py, line 18``."""
+        """Its position in short form: ``cell 5, line 9``, ``train.py, line 18``."""
         return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ NO_REPLY = Position("no reply: it is stopped, or blocked in a system call")
 
 
 class StackDump:
-    """One collection of the stacks of all ranks. Call :meth:`poll` until :attr:`is_done`; it never blocks.
+    """One round of collecting the stacks of all ranks. Call :meth:`poll` until :attr:`is_done`; it never blocks.
 
     Args:
         pids: rank -> process, for ranks that have sent ``Started``; the signal kills a process without
@@ -231,7 +231,7 @@ def _stage(frames: Sequence[StackFrame]) -> str:
 
 
 def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
-    """Return the thread that runs the user's function; it has frames of the worker's bootstrap."""
+    """Return the thread that runs the user's function; its stack includes frames of the worker's bootstrap."""
     for thread in threads:
         if any(frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames):
             return thread
@@ -247,12 +247,12 @@ def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
 
 
 def frames_inside_user_code(position: Position) -> Sequence[StackFrame]:
-    """Return the frames that the user's innermost line has called, innermost first."""
+    """Return the frames of the calls made from the user's innermost line, innermost first."""
     return _split_at_user(_without_inherited(position.stack))[0]
 
 
 def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], Sequence[StackFrame]]:
-    """Return the frames inside the user's innermost frame, and the others."""
+    """Split the frames into those inside the user's innermost frame and the others; return both."""
     for i, frame in enumerate(frames):
         if is_user_file(frame.filename):
             return frames[:i], frames[i:]
@@ -292,7 +292,7 @@ def parse(text: str) -> list[ThreadStack]:
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:
-    """Return frames as lines, ``Cell In[5], line 9 in train: while not ready``, without nblaunch's frames."""
+    """Return frames as lines such as ``Cell In[5], line 9 in train: while not ready``, leaving out nblaunch's."""
     lines = []
     for frame in frames:
         if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):

@@ -4,7 +4,8 @@
     rank 1   ... 40  returned   left the loop after 22 batches
 
 Each rank gets an activity: the call that it waits in, or its position if it does not wait for other ranks. If most
-ranks share an activity, the others count as at fault. A majority is not proof, so the text says what each side does.
+ranks share an activity, the others are considered to be at fault. A majority is not proof, so the text says what each
+side does.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _is_over(standing: Standing, call: Call) -> bool:
 
 
 def _pending(calls: RankCalls) -> Call | None:
-    """Return the call that a rank may wait in; None if its last call does not wait."""
+    """Return the call that a rank may be waiting in; None if its last call is not one that waits."""
     last = calls.last
     if last is None or last.site.kind in (STEP, FORWARD):
         return None
@@ -152,7 +153,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority, ranks that call under a condition, or busy ranks."""
+    """Return the ranks outside the majority; if there is none, ranks whose call is conditional, or busy ranks."""
     minority = outside_majority([side.ranks for side in sides])
     if minority is not None:
         return minority
@@ -169,7 +170,7 @@ def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
 
 
 def _condition(standing: Standing, side: _Side) -> list[str]:
-    """Return the condition on the rank for each rank of a side; empty if there is none."""
+    """Return, for each rank of a side, the condition that lets only some ranks reach its call; "" if there is none."""
     return [
         _condition_of_rank(standing, rank, activity.call)
         for rank, activity in zip(side.ranks, side.activities, strict=True)
@@ -223,7 +224,7 @@ def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]
 
 
 def _loop_of(side: _Side) -> Loop | None:
-    """Return the loop that all ranks of a side are in."""
+    """Return the loop that all ranks of a side are in; None if there is none."""
     if side.kind != "waits" or not side.calls:
         return None
     loops = {loop_around(call.site.filename, call.site.line) for call in side.calls}
@@ -334,7 +335,7 @@ _UNEVEN = (
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = (
     "Every rank must take part in the same collectives: look for the code that delays the rank. If it did not hang but "
-    "was busy for that long, raise hang_timeout_s."
+    "was busy for that long, increase hang_timeout_s."
 )
 _SAME = (
     "Every rank must call the same collectives in the same order: look for a condition, a loop or a return."

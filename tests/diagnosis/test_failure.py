@@ -94,7 +94,7 @@ def test_a_crash_shows_its_evidence(log: JobLog) -> None:
     assert str(failure.error).splitlines() == [
         "rank 1 (pid 41) was killed by SIGSEGV.",
         "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
-        "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
+        "stack names the library: update the library, or run the function with num_processes=1 to find the cause.",
         "Its last lines:",
         *(f"    step {i}" for i in range(4, 9)),
         "Its Python stack, innermost first:",
@@ -181,7 +181,7 @@ def test_a_stopped_hang_is_reported(log: JobLog) -> None:
     assert failure.sentence.startswith(headline)
     assert str(failure.error).splitlines()[1:] == [
         *lines,
-        f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, raise hang_timeout_s.",
+        f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, increase hang_timeout_s.",
         f"complete logs: {log.attempt_path(0)}",
     ]
 
