@@ -1,4 +1,4 @@
-"""Reports a rank's training on the progress board, whichever library trains.
+"""Reports a rank's training on the progress board, whichever library does the training.
 
     Accelerator, its loaders ──────────────────────┐
     plain loops: DataLoader, backward, optimizer ──┼──> Reports ──> slot of the board ──> launcher ──> dashboards
@@ -10,7 +10,7 @@ planned_epochs.py  how many epochs the user's ``for`` loops will run
 plain_loops.py     training loops without nblaunch's Accelerator, observed by hooks on torch
 loss_graphs.py     reads the graph of a loss: its last division, a parameter that shows steps without torch's optimizers
 repeated_training.py  warns if all ranks train the same
-frameworks.py      numbers of epochs from transformers, Lightning and fastai
+frameworks.py      counts of epochs and steps from transformers, Lightning and fastai
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.
 """

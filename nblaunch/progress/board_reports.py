@@ -1,7 +1,7 @@
 """Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
-Busy time is the time that a rank spends on a step, without its waits for other ranks. It reveals a straggler
-among ranks that run in lockstep:
+Busy time is the time that a rank spends on a step, excluding waits for other ranks. It reveals a straggler among ranks
+that run in lockstep:
 
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
                                                               └────────── busy time ──────────┘
@@ -141,7 +141,7 @@ class LoopStack:
         self.num_commands += 1
 
     def settle(self, counted: Loop | None, until_s: float) -> None:
-        """Let each optimizer step count an iteration of ``counted``, if it is not None, without inspecting the loops.
+        """Count each optimizer step as an iteration of ``counted``, if it is not None, without inspecting the loops.
 
         This ends at ``until_s`` (monotonic clock), or when loops change.
         """
@@ -163,11 +163,11 @@ class LoopStack:
             self._slot.advance_to(step)
 
     def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int]) -> None:
-        """Store a framework's plan of its training, or None when training has ended.
+        """Store a framework's plan for its training, or None once training has ended.
 
         Args:
-            plan: plan of the epoch that begins or runs.
-            job_steps: completed optimizer steps, and their total number; zeros if the framework does not count them.
+            plan: plan of the epoch that is beginning or running.
+            job_steps: numbers of completed and of all optimizer steps; zeros if the framework does not count them.
         """
         self.plan = plan
         self._slot.set_job_steps(*job_steps)
@@ -208,8 +208,8 @@ class LoopStack:
     def _planned_epochs(self, epoch: int) -> tuple[int, int]:
         """Return the number of the epoch, and the total number of epochs, 0 if unknown.
 
-        The source is the framework that trains, or a loop of ``accelerator.progress``, or else the ``for`` loops of
-        the user's code.
+        The source is the training framework, else a loop of ``accelerator.progress``, else the ``for`` loops in the
+        user's code.
         """
         if self.plan is not None:
             return self.plan.epoch, self.plan.num_epochs
@@ -274,7 +274,7 @@ class BusyTime:
 
 
 _MAX_RECENT = 4096
-"""Losses between two updates of the board, for a loop with 8,000 steps per second."""
+"""Number of losses that can accumulate between two updates of the board: enough for 8,000 steps per second."""
 
 _NUM_NAN = 3
 """Number of consecutive steps with a NaN loss after which the weights must also be NaN."""
@@ -330,7 +330,7 @@ class LossReport:
     optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
     It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all
-    losses; without a launcher, nothing else is kept of them.
+    losses; without a launcher, only this number is kept.
 
     Args:
         slot: slot of this rank.
@@ -349,7 +349,7 @@ class LossReport:
     def begin_anew(self) -> None:
         """Forget all losses, because later losses belong to another command of a session."""
         self._latest: torch.Tensor | float | None = None
-        # The last losses that are NaN, or that are on a device and were not read yet.
+        # The last losses that are NaN, or that are on a device and have not been read yet.
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1
@@ -408,7 +408,7 @@ class LossReport:
 
     @property
     def num_trained(self) -> int:
-        """Number of losses and optimizer steps; it grows if there was training."""
+        """Number of losses and optimizer steps; an increase means that training took place."""
         return self.num_noted + self._slot.num_updates
 
     def show_due(self) -> None:
@@ -424,7 +424,7 @@ class LossReport:
         latest, self._latest = self._latest, None
         if latest is None:
             return
-        # If the device has failed, the user must see the error of their own call.
+        # If the device has failed, the user must see the error from their own call.
         with suppress(RuntimeError):
             self._read()
             means = (losses.total / losses.num_read if losses.num_read else math.nan for losses in self._bins)
@@ -469,7 +469,8 @@ class LossReport:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
         total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
         self._epoch_total, self._epoch_count = 0.0, 0
-        # The last bin may continue in the next epoch, whose losses are the growth of its sum. The sum must be finite.
+        # The last bin may continue in the next epoch. The losses of that epoch are then the amount by which the bin's
+        # sum grows, so the sum must be finite.
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
@@ -499,5 +500,5 @@ class LossReport:
 
 
 def _number(value: torch.Tensor | float) -> float:
-    # On a lazy device, reading a number directly compiles another graph.
+    # On a lazy device, reading a number without a copy to the CPU compiles another graph.
     return float(value.cpu() if isinstance(value, torch.Tensor) else value)

@@ -1,7 +1,7 @@
-"""Numbers of epochs and steps from transformers, Lightning and fastai.
+"""Counts of epochs and steps from transformers, Lightning and fastai.
 
-Their loops are observed like the loops of any library (``plain_loops.py``). The number of epochs is not in the user's
-code, but in an object of the framework, which a hook queries at the beginning of each epoch.
+Their loops are observed like the loops of any library (``plain_loops.py``). The number of epochs comes not from the
+user's code but from one of the framework's objects, which a hook queries at the beginning of each epoch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _watch_lightning(module: Any) -> None:
 
 def _lightning_callback(base: type[Any]) -> Any:
     class ReportsEpochs(base):
-        """Reports to the dashboards of nblaunch how many epochs and steps there will be."""
+        """Reports to nblaunch's dashboards how many epochs and steps there will be."""
 
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
             self._plan(trainer)

@@ -4,9 +4,9 @@
         loss.backward()               torch.autograd.backward        marks the loop as an epoch; provides the loss
         optimizer.step()              hook of torch.optim            counts a step; without a loader, an iteration
 
-Hooks on torch see these calls in every library. A loop over a loader counts as training if it calls ``backward``, and
-otherwise as evaluation. Some libraries read ahead, so batches that were read before the first ``backward``, except the
-last, count as not done.
+Hooks on torch see these calls, whichever library makes them. A loop over a loader counts as training if it calls
+``backward``, and otherwise as evaluation. Some libraries read ahead, so batches that were read before the first
+``backward``, except the last, count as not done.
 
 The loss is the tensor on which ``backward`` was called. It is shown without the factor of a ``GradScaler`` and without
 the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it makes its own
@@ -113,7 +113,7 @@ def _watch_backward(module: Any) -> None:
         tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
         grad_variables: Any = None, inputs: Any = None,
     ) -> None:  # fmt: skip
-        # Not *args and **kwargs, which would take longer than all other lines.
+        # The parameters are written out, because *args and **kwargs would take longer than all the other lines.
         if slot.record_backward is not None:
             slot.record_backward()
         plain = _made[-1] if _made else plain_loops()
@@ -287,7 +287,7 @@ class PlainLoops:
                 return
 
     def _reading_of(self, iterator: Any) -> _Reading:
-        """Return the loop over ``iterator``, a new one at its first batch."""
+        """Return the loop over ``iterator``; at the iterator's first batch, begin a new one."""
         for reading in list(self._readings):
             iterated = reading.iterator()
             if iterated is None or (iterated is iterator and iterator._num_yielded <= reading.num_read):
@@ -308,7 +308,7 @@ class PlainLoops:
         return reading
 
     def _trains_ahead(self, reading: _Reading) -> bool:
-        """Return whether a framework that trains may read batches ahead of the first ``backward``."""
+        """Return whether a training framework may be reading batches ahead, before the first ``backward``."""
         import torch
 
         plan = self.reports.loops.plan
@@ -405,7 +405,7 @@ class PlainLoops:
             self.reports.losses.note(loss, monotonic())
 
     def _begin_training(self) -> None:
-        """Record that the loop that read the last batch trains. There must be such a loop."""
+        """Record that the loop that read the last batch is a training loop. There must be such a loop."""
         reading = max(self._readings, key=attrgetter("read_at"))
         read_at = reading.read_at
         for other in self._readings:
@@ -439,7 +439,7 @@ class PlainLoops:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the hook on optimizers count the next steps, until an inspection of the loops is due or loops change.
+        """Let the hook on optimizers count the next steps, until the loops change or are due to be inspected.
 
         A prepared loader reports its own batches. A loop without a loader has one iteration per step.
         """
@@ -479,7 +479,7 @@ class PlainLoops:
                     self._end(reading)
 
     def count_step(self) -> None:
-        """Count a step of an optimizer that does not belong to torch and has no hooks."""
+        """Count a step of an optimizer that is not a torch optimizer and has no hooks."""
         self.show_losses()
         self.reports.losses.count_update()
 
@@ -517,7 +517,7 @@ class PlainLoops:
 
 
 def plain_loops() -> PlainLoops:
-    """Return the plain loops of this process, new for each command of a session. Called several times per step."""
+    """Return this process's plain loops; each command of a session gets new ones. Called several times per step."""
     if _made:
         last = _made[-1]
         here = last.home()
@@ -552,7 +552,7 @@ def give_up(error: Exception) -> None:
 
 
 def harmless(note: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a hook, whose errors must end the display but not the user's training."""
+    """Decorate a hook so that its errors end the display but not the user's training."""
 
     @functools.wraps(note)
     def note_or_give_up(*args: Any, **kwargs: Any) -> None:

@@ -7,8 +7,9 @@
 
 Python does not expose the iterator of a running loop. The loops are therefore found in the source of the user's
 frames, and their iterables are evaluated from the variables in these frames: numbers, names, attributes, ``range``,
-``len``, and bars such as tqdm around them. None of the user's code runs. A loop that can't be read with certainty makes
-the number unknown: ``while``, an iterator, a counter that the body changes, or another training loop that follows.
+``len``, and progress bars such as tqdm around them. None of the user's code runs. The number is unknown if a loop
+can't be analysed with certainty: a ``while`` loop, a loop over an iterator, a counter that the body changes, or
+another training loop that follows.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>
 
 
 class _UnknownError(Exception):
-    """A loop can't be read with certainty."""
+    """A loop can't be analysed with certainty."""
 
 
 class EpochPlan(NamedTuple):
     """A framework's information about its epochs.
 
     Args:
-        epoch: the number of the current epoch, from 1.
+        epoch: the number of the current epoch, counted from 1.
         num_epochs: total number of epochs; 0 if unknown.
-        length: batches of an epoch; -1 if only the loader knows.
+        length: number of batches per epoch; -1 if only the loader knows it.
     """
 
     epoch: int
@@ -82,8 +83,8 @@ def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[P
 
     Args:
         frame: frame at which to begin; frames of libraries are left out.
-        is_inside: whether the code is in the body of the innermost loop. Otherwise it is in the head of a loop, which
-            is left out.
+        is_inside: whether the code is in the body of the innermost loop. Otherwise it is in the header of a loop, and
+            that loop is left out.
     """
     try:
         return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
@@ -94,7 +95,7 @@ def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[P
 
 
 def _loops_around(frame: FrameType | None, is_inside: bool) -> Iterator[tuple[ast.For, FrameType]]:
-    """Yield the loops around the iteration that begins, innermost first, each with its frame.
+    """Yield the loops around the iteration that is beginning, innermost first, each with its frame.
 
     Raises:
         _UnknownError: the iteration is in a loop or library without a known length.
@@ -258,7 +259,7 @@ def _place_in(loop: ast.For, frame: FrameType) -> Place:
 
 
 def _num_before(node: ast.expr, items: Sequence[Any]) -> int:
-    """Return the number of iterations before the first of ``items``; epochs count from 0 or from 1."""
+    """Return the number of iterations before the first of ``items``; epochs may be numbered from 0 or from 1."""
     if not isinstance(items, range) or items.step != 1 or items.start <= 0:
         return 0
     while isinstance(node, ast.Call) and isinstance(node.args[0], ast.Call):  # a bar around the range
@@ -294,7 +295,7 @@ def _items(node: ast.expr, frame: FrameType) -> tuple[Sequence[Any], bool]:
 
 
 def _is_standard(node: ast.expr, frame: FrameType) -> bool:
-    """Return whether a name such as ``range`` means Python's own function here, or a library's bar."""
+    """Return whether a name such as ``range`` refers to Python's own function here, or to a library's progress bar."""
     if isinstance(node, ast.Attribute):
         return True
     value = _value(node, frame)

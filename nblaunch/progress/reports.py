@@ -17,7 +17,7 @@ NAN_CHECK = "nan_on_one_rank"
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of this process on its slot of the board.
+    """The reports that this process writes to its slot of the board.
 
     Args:
         loops: the running loops over loaders and iterables.
@@ -67,7 +67,7 @@ def get_reports() -> Reports:
 
 
 def _report_nan(step: int) -> None:
-    """Send the first step after which all losses of this rank are NaN; the launcher compares it with other ranks'."""
+    """Send the first step after which all losses of this rank are NaN; the launcher compares the ranks' steps."""
     if env.is_check_off(NAN_CHECK):
         return
     here, frame = context.current(), user_frame()
