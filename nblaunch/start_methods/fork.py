@@ -110,12 +110,12 @@ _PAUSE_S = 1e-4
 
 @contextmanager
 def _other_threads_finishing() -> Iterator[Callable[[], None]]:
-    """Let each Python thread run until it waits, instead of for at most 5 ms, Python's switch interval.
+    """Let each Python thread run until it waits, rather than for at most 5 ms (Python's switch interval).
 
     A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
-    draws a progress bar ten times a second holds a lock while it draws, and Python would interrupt it so that this
-    thread can fork. The block must run for a few milliseconds before it forks: threads that already wait for the
-    interpreter still use the previous interval.
+    draws a progress bar ten times a second holds a lock while it draws. With the usual interval, Python would switch
+    to this thread in the middle of that, and the fork would copy the locked lock. The block must run for a few
+    milliseconds before it forks: threads that are already waiting for the interpreter still use the previous interval.
 
     Yields:
         A function that restores the interval in a forked process.
@@ -193,7 +193,7 @@ def _with_random_state(call: FunctionCall) -> Callable[[], FunctionCall]:
 
 @contextmanager
 def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """Open this process's memory for the workers, which compare their weights with it and send only changed ones."""
+    """Expose this process's memory to the workers, which compare their weights with it and send only changed ones."""
     originals = Originals.of_this_process() if assignments[0].wanted_modules else None
     try:
         yield originals
@@ -250,10 +250,10 @@ def _find_libraries() -> tuple[str, ...]:
 
 
 def _loaded_name(line: str) -> str:
-    """Return the name under which the library in a line of the maps was loaded; its path if the name is unknown.
+    """Return the name under which the library on a line of the memory map was loaded; its path if unknown.
 
-    If ``pip`` has replaced or removed the file, the system finds the loaded copy by this name only. For any other
-    name, such as one without the ``..`` of a search path, it looks for the file.
+    If ``pip`` has replaced or removed the file, the system finds the loaded copy only by this exact name, such as
+    ``/a/b/../lib.so``. For any other name, such as ``/a/lib.so``, it looks for the file.
     """
     info = _SymbolInfo()
     address = ctypes.c_void_p(int(line.partition("-")[0], 16))

@@ -4,7 +4,7 @@ kernel ── call by cloudpickle ──> server (fresh interpreter, loads it on
    ^                                 ├── fork ──> worker 0
    └── started / ended of each rank ─┴── fork ──> worker 1
 
-If loading the call has used the device, the server starts fresh workers instead.
+If the device was used while the call was being loaded, the server starts fresh workers instead.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:
-        # Output and errors while the call loads are shown as the first rank's.
+        # Output and errors that appear while the call is loaded are shown as the first rank's.
         output.capture(first.log_path)
         process_control.watch_faults(first.stacks_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})

@@ -29,7 +29,7 @@ _REST = "import os, pickle; os.environ.update(pickle.load(os.fdopen({fd}, 'rb'))
 
 @dataclass(frozen=True)
 class Boot:
-    """Start parameters of a fresh interpreter.
+    """Startup parameters of a fresh interpreter.
 
     Args:
         assignments: one for a worker, all for a forkserver.
@@ -45,7 +45,7 @@ class Boot:
 def start_interpreter(
     module: str, assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module, which reads its :class:`Boot` with :func:`read_boot`.
+    """Start a Python process that calls a module's ``main``, which reads its :class:`Boot` with :func:`read_boot`.
 
     Safe in any thread, whatever other threads are doing: no code of this process runs in the new one.
 
@@ -74,7 +74,7 @@ def start_interpreter(
 
 
 def read_boot(arguments: Sequence[str]) -> Boot:
-    """Return the start parameters of this interpreter, from the memory file whose descriptor is the argument."""
+    """Return this interpreter's startup parameters, read from the memory file whose descriptor is the argument."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         boot: Boot = pickle.load(file)
     return boot
@@ -88,7 +88,7 @@ def report_left(boot: Boot) -> None:
 
 
 def registered_backend(name: str) -> bytes:
-    """Pickle a backend that only this process has registered; return b"" for the backends of nblaunch."""
+    """Pickle a backend that only this process has registered; return b"" for nblaunch's own backends."""
     backend = backends.registered(name)
     return b"" if backend is None else payload.to_bytes(backend, main_by_reference=False)
 
@@ -137,7 +137,7 @@ def start_program(
 def _start_with_large_environment(
     program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start with as many variables as the system has room for; the program sets the rest first."""
+    """Start with as many variables as the system has room for; the program sets the rest before all else."""
     small, rest = env.split_by_size(environment)
     rest_fd = _written("nblaunch-environment", rest)
     try:

@@ -1,4 +1,4 @@
-"""A snapshot of a call for fresh processes: function and arguments, and their surroundings.
+"""A snapshot of a call for fresh processes: its function, its arguments, and the state of this process around them.
 
 A launch that waits for its workers saves the call and starts them at once. A job that may start workers after the
 calling cell has finished saves the call at the launch, so that every attempt gets this state, whatever the kernel does
@@ -64,7 +64,7 @@ class SavedCall:
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
-        """Return the call in the memory file ``fd``, with this process's current surroundings."""
+        """Return the call in the memory file ``fd``, with the state of this process that surrounds it."""
         sources = capture_sources()
         return cls(
             fd=fd,
@@ -132,7 +132,7 @@ def save_call(
 
 @contextmanager
 def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedCall]:
-    """Yield the call that was saved earlier, or save it for the block only; raise like :func:`save_call`."""
+    """Yield the call that was saved earlier, or save it for the block only; raise errors as :func:`save_call` does."""
     if saved is not None:
         yield saved
         return
@@ -154,7 +154,8 @@ def _text_of_script() -> Iterator[str]:
 def _hash_seed() -> dict[str, str]:
     """Return the variable that gives sets of strings the same order on all ranks, in each attempt and launch.
 
-    Otherwise each fresh interpreter would choose an order, and ranks that number the words of a set would disagree.
+    Otherwise each fresh interpreter would choose its own order, and ranks that number the words in a set would
+    disagree.
     """
     return {"PYTHONHASHSEED": str(hash("nblaunch") % (1 << 32))} if sys.flags.hash_randomization else {}
 

@@ -1,4 +1,4 @@
-"""Workers as a group of processes: waits for them, signals them, and leaves none of their processes behind."""
+"""Manages workers as a group: waits for them, signals them, and leaves none of their child processes behind."""
 
 from __future__ import annotations
 
