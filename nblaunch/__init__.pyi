@@ -108,7 +108,7 @@ _T = TypeVar("_T")
 
 @overload
 def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num_processes: int | None=None, mixed_precision: MixedPrecision='no', use_port: str | int | None=None, master_addr: str='127.0.0.1', node_rank: int=0, num_nodes: int | str=1, rdzv_backend: RendezvousBackend='static', rdzv_endpoint: str='', rdzv_conf: Mapping[str, Any] | None=None, rdzv_id: str='none', max_restarts: int=0, monitor_interval: float=0.1, log_line_prefix_template: str | None=None, *, backend: BackendName | str='auto', engine: 'EngineName | Nodes'='auto', start_method: StartMethod='auto', strategy: LaunchStrategy='auto', return_all: Literal[False]=False, sync_weights: bool=True, sync_optimizers: bool=False, background: Literal[False]=False, detach: bool=False, dashboard: DashboardKind='auto', threads_per_process: int | None=None, interrupt_grace_s: float=5.0, hang_timeout_s: float | None=300.0, on_hang: HangPolicy='report', post_mortem: bool=False, log_dir: str | None=None, rdzv_timeout_s: float | None=None, hosts: Sequence[str]=(), resources_per_node: Mapping[str, float] | None=None, runtime_env: Mapping[str, Any] | None=None, session: 'Session | None'=None) -> _T:
-    """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
+    """Run ``function(*args)`` on every device of this machine, in one process per device; return rank 0's value.
 
     nblaunch forks the workers from this process. They inherit the function, its closure and the modules in ``args``
     without pickling; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads the
@@ -129,16 +129,17 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
 
     Args:
         function: the training function. It runs in every worker, and its return value must be picklable.
-        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``, so that it is in memory only once
-            and its trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
-            dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the function.
+        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``, so that it is in memory only
+            once and its trained weights come back. Pass several models as separate arguments, or in lists, tuples,
+            dicts or dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the
+            function.
         num_processes: number of workers; with an engine for several machines, the total on all machines. None =
             ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a machine without GPUs or TPUs).
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the default of ``Accelerator()`` in the
             function.
         use_port: TCP port of the rendezvous. None = a free port, or 29500 with several machines.
         master_addr: address of the rendezvous, at which the other machines reach machine 0.
-        node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own rank.
+        node_rank: rank of this machine, counted from 0. Run the same call on every machine, each with its own rank.
         num_nodes: number of machines, or ``"min:max"`` with ``rdzv_backend="c10d"`` or an engine.
         rdzv_backend: how machines find each other. ``"static"``: a fixed set of machines meets at
             ``master_addr:use_port``. ``"c10d"``: machines can join and leave; they meet at ``rdzv_endpoint``. On one
@@ -163,9 +164,9 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             which this process runs, and ``"processes"`` on this machine, for tests. A :class:`Nodes` keeps machines
             of such an engine between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
-        strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
-            compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
-            models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
+        strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices;
+            the compiler shards batches over them, and weights, too, with ``Accelerator(fsdp_plugin=...)``. Strategies
+            for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
         return_all: return a list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
         sync_optimizers: load the states of the optimizers in ``args`` and of torch's schedulers (moments, steps,
@@ -203,13 +204,13 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
             4}``. None = one core per rank, and one GPU per rank if the cluster has GPUs.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
-        session: run on the workers of a :class:`Session` instead of new ones. Arguments that control the start of the
-            workers must then have their default or the session's value.
+        session: run on the workers of a :class:`Session` instead of new ones. Arguments that control how the workers
+            start must then have their default or the session's value.
 
     Returns:
         The return value of rank 0, with its tensors on the CPU. With ``return_all``, the list of the values of all
-        ranks; with ``background``, a :class:`Job`. With several machines, the call on each machine returns the
-        value of its first rank, or the list of the values of its ranks.
+        ranks; with ``background``, a :class:`Job`. With several machines, the call on each machine returns the value
+        of that machine's first rank, or the list of the values of all its ranks.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
@@ -240,7 +241,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
 
 @overload
 def launch(function: Callable[..., _T], args: tuple[Any, ...]=(), *, config_file: str | os.PathLike[str] | None=None, return_all: Literal[False]=False, sync_weights: bool=True, background: Literal[False]=False, **settings: Any) -> _T:
-    """Run ``function(*args)`` on every device from a script, one process each, and return rank 0's value.
+    """Run ``function(*args)`` on every device from a script, in one process per device; return rank 0's value.
 
     Works like :func:`nblaunch.notebook_launcher`, with the settings and the configuration file of ``nblaunch launch``.
     Arguments override the file, and the file overrides the defaults.

@@ -58,8 +58,9 @@ class ProcessContext:
         was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
             ``training``.
         compares_shapes: whether collectives compare shapes across ranks; None = the setting of the launch.
-        flush_losses: writes the last losses and the device memory to the board. They are written late, because reading
-            them waits for the device. Set with ``reports``, and called when the function has returned.
+        flush_losses: writes the last losses and the device memory to the board. They are written late, because the
+            process waits for the device when it reads them. Set with ``reports``, and called when the function has
+            returned.
         forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.
 
     Attributes:

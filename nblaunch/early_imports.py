@@ -51,7 +51,7 @@ def plan(*modules: str) -> None:
 
 
 def plan_for(call: Iterable[Any]) -> None:
-    """Plan the imports of functions that train with torch, if this process has imported torch.
+    """Plan early imports for functions that train with torch, if this process has imported torch.
 
     Args:
         call: a function and its arguments.
@@ -97,7 +97,7 @@ def _wait_for_reply(loop: Any) -> None:
 
 
 def _import_next(loop: Any) -> None:
-    """Import one module, so that a cell that is sent in the meantime does not wait for all of them."""
+    """Import only one module at a time, so that a cell that is sent in the meantime does not wait for all modules."""
     with _lock, _interrupts_deferred(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if _planned:

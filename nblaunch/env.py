@@ -71,14 +71,14 @@ def _one_of(*choices: str) -> VariableType:
 
 
 _TEXT = VariableType(str, "a text")
-_SKIPPED_CHECKS = VariableType(_as_skipped_checks, "on, off, or names with a minus, as in -replicas_differ")
+_SKIPPED_CHECKS = VariableType(_as_skipped_checks, "on, off, or names after a minus, as in -replicas_differ")
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
 _LEVELS = VariableType(
-    # The first number of OpenMP's list is for the outermost level; the others are not read.
+    # The first number in OpenMP's list is for the outermost level; the others are not read.
     lambda text: _as_whole(text.partition(",")[0], least=0),
-    "a whole number of at least 0, or several as in 4,2",
+    "a whole number of at least 0, or several, such as 4,2",
 )
 _PRECISION = _one_of("no", "fp16", "bf16", "fp8")
 _LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
@@ -87,12 +87,12 @@ _DYNAMO_MODE = _one_of("default", "reduce-overhead", "max-autotune", "max-autotu
 TABLE = {
     row.name: row
     for row in (
-        Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> among temporary files"),
+        Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> in $TMPDIR or /tmp"),
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "largest log of a rank in MB; older output is dropped"),
         Variable("NBLAUNCH_CHECKS", _SKIPPED_CHECKS, frozenset(), "off: no checks of training loops; -NAME: skip it"),
-        Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
+        Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "file with settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
         Variable("RAY_AUTH_MODE", _TEXT, "", "token: the Ray cluster accepts only commands with its token"),
@@ -119,7 +119,7 @@ TABLE = {
         Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no device packages by itself"),
         Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
         Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the metadata server of the TPU host"),
-        Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice of this machine"),
+        Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts in this machine's TPU slice"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
         Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),
         *(
@@ -151,7 +151,7 @@ TABLE = {
 
 
 def read(name: str) -> Any:
-    """Return the converted value of a variable of the table, or its default if it is unset or empty.
+    """Return the converted value of a variable in the table, or its default if it is unset or empty.
 
     Raises:
         KeyError: the variable is not in the table.
@@ -194,7 +194,7 @@ def snapshot() -> dict[str, str]:
 
 
 def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return as many variables, smallest first, as any system can pass to a new program, and the remaining ones."""
+    """Return as many variables as any system can pass to a new program, smallest first, and the remaining ones."""
     small, room = {}, _ROOM_BYTES
     for name, value in sorted(environment.items(), key=lambda item: len(item[1])):
         room -= len(os.fsencode(name)) + len(os.fsencode(value)) + _OVERHEAD_BYTES

@@ -153,7 +153,7 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Show a warning at the user's line, like ``warnings.warn`` with ``skip_file_prefixes`` of Python 3.12."""
+    """Show a warning at the user's line, like ``warnings.warn`` with ``skip_file_prefixes`` in Python 3.12."""
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     module = frame.f_globals.get("__name__", "<string>")

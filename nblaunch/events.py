@@ -205,8 +205,9 @@ class Note(Event):
 
     Args:
         text: text of the note.
-        kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
-            line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once they are not.
+        kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks that make no progress, with
+            one line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once they are no
+            longer slow.
     """
 
     text: str = ""
@@ -441,7 +442,7 @@ class StatusLine(Event):
 
 @dataclass(frozen=True)
 class Hint(Event):
-    """A likely mistake in the training loop that may also be intended, as text for ``Job.hints``; ``rank`` is -1."""
+    """A probable mistake in the training loop that may be intentional, as text for ``Job.hints``; ``rank`` is -1."""
 
     text: str = ""
 

@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes with three digits in decimal units: ``812 MB``, ``1.31 GB``, ``24.0 GB``."""
+    """Format a number of bytes with three digits in decimal units: ``812 MB``, ``1.31 GB``, ``24.0 GB``."""
     if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):  # noqa: B007  larger sizes keep the last unit
@@ -28,7 +28,7 @@ def parse_size(size: int | str) -> int:
     """Return a size in bytes: ``"5GB"`` and ``"5G"`` are 5 * 10**9, ``"5GiB"`` 5 * 2**30; numbers are bytes.
 
     Raises:
-        ValueError: ``size`` is neither a size nor a number, or not positive.
+        ValueError: ``size`` is neither a size nor a number, or is not positive.
     """
     if isinstance(size, int) and size > 0:
         return size
@@ -127,7 +127,7 @@ def columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> li
 
     Args:
         rows: rows with the same number of cells.
-        num_left: number of columns, from the first, that are aligned to the left, others to the right; None = all.
+        num_left: number of leading columns that are left-aligned (the others are right-aligned); None = all.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     num_left = len(widths) if num_left is None else num_left
@@ -142,7 +142,7 @@ def columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> li
 
 
 def single_line(text: str) -> str:
-    """Return ``text`` as one line of at most 400 characters, without escape sequences and control characters."""
+    """Return ``text`` as one line of at most 400 characters, without escape sequences or control characters."""
     if not text.isprintable():
         text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
         text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")

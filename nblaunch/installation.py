@@ -3,8 +3,8 @@
 Most modules are imported when they are first needed. After such an update, a process would import modules of the new
 version in addition to old ones, and send messages of the old version to new interpreters. Therefore:
 
-* :func:`check_import` runs before each import of a module of nblaunch, and :func:`check_new_process` before each start
-  of a fresh interpreter. They raise an error instead of mixing two versions.
+* :func:`check_import` runs before each import of an nblaunch module, and :func:`check_new_process` before each start
+  of a new interpreter. They raise an error instead of mixing two versions.
 * The process of a detached job must survive any later installation, so it calls :func:`keep_modules`.
 """
 
@@ -42,7 +42,7 @@ def _stamp(path: str) -> Stamp | None:
 
 _first_stamp = _stamp(_INIT)
 _same_version = {_first_stamp}
-"""Stamps of the installations seen so far that have the version of this process."""
+"""Stamps of the installations seen so far that have the same version as this process."""
 
 
 _keeps_modules = False

@@ -1,8 +1,8 @@
 """The loggers of nblaunch, which decide which notes are shown.
 
 ``logging.getLogger("nblaunch").setLevel("WARNING")`` turns notes off; warnings and hangs have the levels WARNING and
-ERROR. The logger ``nblaunch.notes`` receives a record for each note that is shown. It does not propagate, because
-handlers of the root logger usually write into the cell, which shows the note already.
+ERROR. The logger ``nblaunch.notes`` receives a record for each note that is shown. It does not propagate, because the
+root logger's handlers usually write to the cell, which already shows the note.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Change = Callable[[ModuleType], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OWNER = "_nblaunch_process"
-"""Attribute of an object that holds the id of the process that owns it."""
+"""Name of the attribute in which an object stores the id of the process that owns it."""
 
 
 def is_installed(package: str) -> bool:

@@ -31,15 +31,15 @@ class Converter(ABC):
         """Convert the text of a command line, or a value of a file, to the type of the setting.
 
         Raises:
-            ValueError: ``value`` is invalid. The message ends a sentence, as in ``must be a whole number``.
+            ValueError: ``value`` is invalid. The message completes a sentence, as in ``must be a whole number``.
         """
 
     def accept(self, value: Any) -> Any:
-        """Return an argument of a Python call in the form of the setting.
+        """Convert an argument of a Python call to the type of the setting.
 
         Raises:
-            TypeError: ``value`` has the wrong type. The message ends a sentence.
-            ValueError: ``value`` is invalid. The message ends a sentence.
+            TypeError: ``value`` has the wrong type. The message completes a sentence.
+            ValueError: ``value`` is invalid. The message completes a sentence.
         """
         return self.convert(value)
 
@@ -135,7 +135,7 @@ class Flag(Converter):
         raise ValueError("must be true or false")
 
     def accept(self, value: Any) -> bool:
-        # bool("no") would be True. The comparison as text also accepts NumPy's booleans.
+        # bool("no") would be True. Comparing the values as text also accepts NumPy booleans.
         if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):
             raise TypeError(f"must be True or False, but is a {type(value).__name__}")
         return bool(value)
@@ -282,7 +282,7 @@ class Amounts(Pairs):
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table of settings: an option, a key of configuration files, an argument of ``nblaunch.launch``.
+    """One row of the settings table: an option, a key in configuration files, and an argument of ``nblaunch.launch``.
 
     Args:
         name: name of the option, the key and the argument.

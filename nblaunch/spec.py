@@ -63,7 +63,7 @@ _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
-    """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; the port is None if missing.
+    """Return the host and port from ``host``, ``host:port`` or ``[IPv6 address]:port``; a missing port is None.
 
     Raises:
         ValueError: the text does not have one of these forms.
@@ -167,7 +167,7 @@ _FIELD_DEFAULT = object()
 
 @dataclass(frozen=True)
 class Use:
-    """The use of a field of :class:`LaunchSpec`: how it is set, and where it can't be set.
+    """How a field of :class:`LaunchSpec` is used: how it is set, and where it can't be set.
 
     Args:
         converter: checks the values; None = checked elsewhere.
@@ -263,7 +263,7 @@ class LaunchSpec:
         1, Machines(), "number of machines, or min:max with c10d", group="machines", option="num_machines"
     )
     node_rank: int = _set(
-        0, Whole(0), "rank of this machine, from 0", group="machines", option="machine_rank"
+        0, Whole(0), "rank of this machine, counted from 0", group="machines", option="machine_rank"
     )
     master_addr: str = _set(
         "127.0.0.1",
@@ -333,12 +333,12 @@ class LaunchSpec:
     on_hang: str = _set(
         "report",
         Choice(get_args(HangPolicy)),
-        "report a hang, or also stop the job",
+        "report a hang, or report it and stop the job",
         group="running",
         needs_workers=True,
     )
     interrupt_grace_s: float = _set(
-        5.0, Number(0.0), "seconds for finally blocks between Ctrl-C and the kill", group="running"
+        5.0, Number(0.0), "seconds that finally blocks have between Ctrl-C and the kill", group="running"
     )
     return_all: bool = _set(False, Flag(), is_of_start=False)
     sync_weights: bool = _set(True, Flag(), is_of_start=False)
@@ -411,7 +411,7 @@ class LaunchSpec:
     @property
     def is_elastic(self) -> bool:
         """Whether the launch joins a torch rendezvous of several machines. A launch on one machine also does so if it
-        sets the address of one.
+        sets the address of such a rendezvous.
         """
         if self.is_on_nodes:
             return False
@@ -447,7 +447,7 @@ def uses() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def options() -> dict[str, Setting]:
-    """Return the settings that are options of ``nblaunch launch``, by name of the field."""
+    """Return the settings that are options of ``nblaunch launch``, by field name."""
     return {
         spec_field.name: Setting(
             name=use.option or spec_field.name,
@@ -500,7 +500,7 @@ def _accept_values(spec: LaunchSpec) -> None:
 
 
 _MOST = 4096
-"""A limit far above any machine's needs: a larger number is a mistake, and would exhaust the memory."""
+"""A limit far above any machine's needs: a larger number is a mistake and would exhaust memory."""
 
 
 def _check_fit(spec: LaunchSpec) -> None:

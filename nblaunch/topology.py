@@ -49,7 +49,7 @@ class Topology:
         """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
         With ``TORCHELASTIC_USE_AGENT_STORE``, ``init_process_group("env://")`` connects to the launcher's store on
-        every rank. ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher has started the process.
+        every rank. ``TORCHELASTIC_RUN_ID`` informs frameworks that a launcher started the process.
 
         Args:
             restart_count: how many times the job's workers were restarted.

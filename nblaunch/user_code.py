@@ -24,7 +24,8 @@ _LIBRARY_FOLDERS = tuple(
 _STANDARD_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
-"""Path components of installed packages, including user site-packages, ``PYTHONPATH``, and the system below a venv.
+"""Path components of installed packages, including those in user site-packages, on ``PYTHONPATH``, and in the system
+installation that a venv uses.
 """
 
 
@@ -58,7 +59,7 @@ def is_user_module(module: object) -> bool:
 
 
 def module_of(kind: type) -> str:
-    """Return the name of a class's module; empty if it has no name. Runs no code of a metaclass."""
+    """Return the name of a class's module; empty if it has no name. Runs no metaclass code."""
     module = _MODULE_OF(kind)
     return module if type(module) is str else ""
 
@@ -141,7 +142,7 @@ def line_in(code: CodeType, line: int | None) -> int:
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the closure variables and globals that the function's code refers to.
+    """Yield the name and value of each closure variable and global that the function's code refers to.
 
     Code of nested functions and comprehensions is included.
     """
@@ -188,7 +189,7 @@ def used_by(function: Any) -> Iterator[tuple[str, Any]]:
 def reachable_from(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
 
-    In a different order, a model with many layers would use up the limit of 500 values.
+    In a different order, a model with many layers would use up all of the 500 values allowed.
     """
     return islice(_reached(values), _MAX_VISITED)
 
