@@ -193,8 +193,8 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             collective, or has stayed on the same line since its last step. Other work without progress is reported as a
             possible hang.
         on_hang: ``"report"``: report a hang. ``"stop"``: also stop the job.
-        post_mortem: keep the workers at their current lines if a rank raises an exception; the cell raises it at once.
-            :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
+        post_mortem: keep the workers at their current lines if a rank raises an exception; the cell raises it
+            immediately. :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
             ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
             ``last_job().release()``, or after 30 minutes.
         log_dir: folder for logs. None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.

@@ -65,7 +65,7 @@ def fork() -> int:
 
 
 def note() -> str | None:
-    """Return a note, once per process, that the attached debugger does not work in workers; else None."""
+    """Return, once per process, a note that the attached debugger does not work in workers; otherwise None."""
     global _is_noted
     if _is_noted or not is_attached():
         return None

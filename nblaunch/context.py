@@ -43,7 +43,8 @@ class ProcessContext:
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, such as
             ``{"mixed_precision": "bf16"}``.
         parent_pid: id of the process that started this worker; 0 = none.
-        attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
+        attempt: number of the attempt in this launcher, counted from 0; on several nodes see
+            ``TORCHELASTIC_RESTART_COUNT``.
         connection: receives the kernel's commands to a session or the debugger; None = no commands.
         key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
         is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context

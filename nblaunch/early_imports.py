@@ -42,7 +42,7 @@ _kernel_pid = os.getpid()
 
 
 def plan(*modules: str) -> None:
-    """Import modules while this kernel is idle, in this order; outside of a kernel, at the next :func:`finish`."""
+    """Import modules while this kernel is idle, in this order; outside a kernel, at the next :func:`finish`."""
     _planned.extend(modules)
     # A forked worker inherits the kernel's shell, whose event loop belongs to the kernel.
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)

@@ -116,7 +116,7 @@ TABLE = {
         Variable("PYTORCH_NVML_BASED_CUDA_CHECK", _TEXT, None, "how torch counts GPUs; set to 1 if unset"),
         Variable("NCCL_P2P_DISABLE", _TEXT, None, "disable peer access between GPUs; set for GPUs without it"),
         Variable("PJRT_DEVICE", _TEXT, None, "device of torch_xla: TPU or CPU; default: TPU if there is one"),
-        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no device packages by itself"),
+        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no device packages on its own"),
         Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
         Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the metadata server of the TPU host"),
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts in this machine's TPU slice"),

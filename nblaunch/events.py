@@ -176,7 +176,7 @@ class Metric(Event):
     Args:
         step: as passed to ``log``: a finite number, or the text of anything else.
         values: the values by name.
-        epoch: number of the current or last epoch, from 1; 0 before the first.
+        epoch: number of the current or last epoch, counted from 1; 0 before the first.
     """
 
     step: int | float | str | None = None
@@ -189,7 +189,7 @@ class EpochEnded(Event):
     """A loop over a training loader ended, perhaps before its last batch.
 
     Args:
-        epoch: its number, from 1.
+        epoch: its number, counted from 1.
         loss: mean of the rank's losses since its last ``EpochEnded``; None = no losses.
         duration_s: duration of the loop.
     """
@@ -403,7 +403,7 @@ class AttemptStarted(Event):
         reason: reason for the start method.
         fallback: why the usual start method was not possible, as a sentence; empty if it was possible.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
-        attempt: number of the attempt, from 0.
+        attempt: number of the attempt, counted from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
         is_spmd: whether one worker drives all devices.
         mixed_precision: default precision of accelerators in the workers.
@@ -533,7 +533,7 @@ class Controls(Protocol):
         """Interrupt the workers, with a grace period; a second call kills them."""
 
     def cancel(self) -> None:
-        """Kill the workers at once."""
+        """Kill the workers immediately."""
 
     def ask_stacks(self) -> Future[str]:
         """Ask for the Python stacks of all ranks as text; they arrive within a second or two."""

@@ -400,12 +400,12 @@ class LaunchSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of machines."""
+        """The minimum number of machines."""
         return int(str(self.num_nodes).partition(":")[0])
 
     @property
     def max_nodes(self) -> int:
-        """The largest number of machines."""
+        """The maximum number of machines."""
         return int(str(self.num_nodes).rpartition(":")[2])
 
     @property

@@ -95,7 +95,7 @@ def cell_name(filename: str) -> str:
 
 
 def running_cell() -> str:
-    """Return ``cell 5`` for the cell that is running; empty outside of a notebook."""
+    """Return ``cell 5`` for the cell that is running; empty outside a notebook."""
     shell = ipython_shell()
     is_in_notebook = getattr(shell, "kernel", None) is not None
     return f"cell {shell.execution_count}" if is_in_notebook else ""

@@ -163,13 +163,13 @@ class Backend(ABC):
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Return the reason why workers that are forked from *this* process now can't use the device; None if they can.
+        """Return why workers that are forked from *this* process now can't use the device; None if they can.
 
         The text completes the sentence "fork is not possible here: ...".
         """
 
     def clean_start_reason(self) -> str | None:
-        """Return the reason why workers should start from a clean process by default although a fork is possible.
+        """Return why workers should start from a clean process by default although a fork is possible.
 
         The reason is a clause. None: workers are forked from this process.
         """

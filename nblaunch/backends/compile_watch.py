@@ -31,7 +31,7 @@ class Counters:
 
     Args:
         num_graphs: number of compiled graphs.
-        compile_s: seconds of compilation.
+        compile_s: seconds spent compiling.
         fallbacks: operation -> number of times it ran on the CPU because the device does not support it.
         num_scalars: number of device tensors that were read as Python numbers.
     """

@@ -1,4 +1,4 @@
-"""CPU cores, joined by gloo."""
+"""CPU cores, connected by gloo."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _module_of_torch(runtime: GpuRuntime) -> Any:
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
-    """Return the reason why a fork of this process can't use a GPU, to complete "this process ..."; else None."""
+    """Return why a fork of this process can't use a GPU, to complete "this process ..."; None if it can."""
     torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
     in_vain = f"{name} can't be used in a forked process"
     if torch_module is not None and torch_module.is_initialized():
@@ -267,7 +267,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return the reason why forked workers can't run backward() after this process has done so; None if they can.
+    """Return why forked workers can't run backward() after this process has done so; None if they can.
 
     torch_xla must have been imported.
     """
@@ -317,7 +317,8 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings(), attached_debugger.kept_out():
-        # Python warns about forking with threads; this child touches nothing that threads may hold, and ends at once.
+        # Python warns about forking with threads; this child touches nothing that threads may hold, and ends
+        # immediately.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = attached_debugger.fork()
         if pid == 0:

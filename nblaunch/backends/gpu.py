@@ -45,7 +45,7 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def build_problem(self) -> str | None:
-        """Return the reason why the installed torch can't compute on such GPUs, and what to install; None if it can."""
+        """Return why the installed torch can't compute on such GPUs, and what to install; None if it can."""
 
     def affinity(self) -> int:
         return 10 if self.device_count() > 0 and self.build_problem() is None else 0

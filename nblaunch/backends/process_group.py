@@ -174,7 +174,7 @@ def leave() -> None:
 
 
 def break_off() -> None:
-    """Leave the group at once, if there is one: waiting collectives fail, here and on the connected ranks.
+    """Leave the group immediately, if there is one: waiting collectives fail, here and on the connected ranks.
 
     Gloo closes its connections only when the last reference to the group is dropped, and a prepared model holds one.
     """

@@ -1,4 +1,4 @@
-"""AMD GPUs through ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
+"""AMD GPUs through ROCm: torch's device ``cuda``, connected by RCCL, which torch calls ``nccl``.
 
 ``host/gpus.py`` reads the machine from files below /sys. This code has not run on a GPU yet. Workers start from a clean
 process, because a fork of a kernel with ROCm's libraries has not been tested.

@@ -55,7 +55,7 @@ class XpuBackend(GpuBackend):
         if num_processes == 1 or dist.is_backend_available(self.dist_backend):
             return None
         # Gloo, which other GPUs could fall back on, does not accept tensors on Intel GPUs.
-        return "the installed torch has no XCCL, which joins Intel GPUs; XPU builds of torch 2.8 and newer have it"
+        return "the installed torch has no XCCL, which connects Intel GPUs; XPU builds of torch 2.8 and newer have it"
 
     def clean_start_reason(self) -> str | None:
         return "Intel's driver, Level Zero, has not been tested in a fork of a kernel"

@@ -13,7 +13,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Print a script that completes the commands and options of nblaunch. Needs shtab (pip install shtab). For "
+        "Print a shell completion script for nblaunch's commands and options. Needs shtab (pip install shtab). For "
         "bash: nblaunch completion bash > ~/.local/share/bash-completion/completions/nblaunch"
     )
     parser.set_defaults(run=run)

@@ -304,7 +304,7 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
 
 
 def _num_machines(answers: Mapping[str, Any]) -> int:
-    """Return the largest number of machines."""
+    """Return the maximum number of machines."""
     return int(str(answers.get("num_machines", 1)).rpartition(":")[2])
 
 

@@ -119,7 +119,7 @@ def _versions() -> dict[str, str]:
 
 
 def _torch_error() -> str:
-    """Return the reason why torch can't be imported; empty if it can."""
+    """Return why torch can't be imported; empty if it can."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken installation may raise anything

@@ -47,7 +47,7 @@ def set_up_logs(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print a rank's output so far, or all of it if the job has ended or was lost."
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
-    parser.add_argument("--attempt", type=int, help="the attempt, from 0; default: the last")
+    parser.add_argument("--attempt", type=int, help="the attempt, counted from 0; default: the last")
     parser.set_defaults(run=_print_log)
 
 
@@ -62,7 +62,7 @@ def set_up_stop(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--interrupt", action="store_true", help="interrupt every rank, like the notebook's stop button"
     )
-    how.add_argument("--kill", action="store_true", help="kill every rank at once")
+    how.add_argument("--kill", action="store_true", help="kill every rank immediately")
     parser.set_defaults(run=_stop)
 
 

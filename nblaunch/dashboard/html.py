@@ -101,7 +101,7 @@ def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True
 
 
 def log_bundle(view: JobView) -> dict[str, str]:
-    """Return the folder of logs, for ``display(..., raw=True)``."""
+    """Return the log folder, for ``display(..., raw=True)``."""
     text = f"logs: {view.start.log_dir}" if view.start.log_dir else ""
     return {"text/html": line(text), "text/plain": text}
 

@@ -96,7 +96,7 @@ def _display_line(event: Displayed) -> str:
 
 
 MIN_RANKS = 3
-"""Smallest number of ranks whose equal lines are merged."""
+"""Minimum number of ranks whose equal lines are merged."""
 
 MERGE_WINDOW_S = 2.0
 """Maximum time between equal lines that are merged, in seconds."""
@@ -171,7 +171,7 @@ class LinesPrinter(Dashboard):
         shortens: omit lines of ranks that print a lot, and cut lines of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because the widgets or the table show the last lines until then;
-            displays are shown at once.
+            displays are shown immediately.
         omits_hangs: omit reports of hangs and of slow steps, because a table shows them.
         merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.
         folds: print a limited number of lines, and fold the others; only with ``publish``.

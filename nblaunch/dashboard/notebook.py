@@ -103,7 +103,7 @@ def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> Non
 
 
 def id_of_running_request() -> str | None:
-    """Return the id of the request that the current cell executes; None outside of a kernel."""
+    """Return the id of the request that the current cell is executing; None outside a kernel."""
     request = running_request()
     return request.get("header", {}).get("msg_id")
 

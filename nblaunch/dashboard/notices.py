@@ -51,7 +51,7 @@ class JobStall:
 
     Args:
         text: a sentence that says where the job is stuck, and for how long.
-        is_certain: whether no rank can continue by itself; False if a rank may be working without taking steps.
+        is_certain: whether no rank can continue on its own; False if a rank may be working without taking steps.
         advice: what to do; empty if the job may still continue.
     """
 
@@ -231,7 +231,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
 STALLED_S = 20.0
 """Seconds after which a rank without a step, change of state or output is stalled; more if its steps are long."""
 
-_STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
+_STALLED_STEPS = 20  # a rank is stalled after the usual duration of this many steps
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}
 _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 

@@ -46,7 +46,7 @@ _CUT_OFF = "cut off"  # the rank failed because another rank did
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
 _MEMORY_ALONE_S = 3.0  # seconds after which a job that may never train shows its memory
 
-_LONG_NAMES = 40  # largest number of characters in a list of ranks
+_LONG_NAMES = 40  # maximum number of characters in a list of ranks
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def render_text(
     """Return the table as text, without a final line ending.
 
     The text contains the headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see
-    ``table.py``), then notices, warnings, the table of epochs or the last metrics, and the folder of logs.
+    ``table.py``), then notices, warnings, the table of epochs or the last metrics, and the log folder.
 
     Args:
         view: the job.

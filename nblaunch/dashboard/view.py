@@ -166,7 +166,8 @@ class RankView:
         busy_step_s: seconds per step without waiting for other ranks, averaged over about 10 s; None if unknown.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
-        training: number of the training run, from 0: a function may train several times, for example once per fold.
+        training: number of the training run, counted from 0: a function may train several times, for example once per
+            fold.
         ended_epoch: the last epoch of this training that has ended; 0 before the first.
         status_line: progress bar or unfinished line of the output, without escape sequences.
         line_gone_s: when another line replaced the status line; 0.0 while it is visible.
@@ -270,7 +271,7 @@ class RankView:
 
     @property
     def epoch(self) -> int:
-        """The number of the current or last epoch, from 1; 0 before the first."""
+        """The number of the current or last epoch, counted from 1; 0 before the first."""
         return self.reading.epoch
 
     @property
@@ -398,11 +399,11 @@ class JobView:
         started_s: start of the first attempt; 0.0 before it starts.
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
-        warnings: ``(rank, text)`` of the last warnings, each once.
+        warnings: ``(rank, text)`` of the last warnings, without duplicates.
         hang: the last report about ranks without progress, one line per rank; empty once they have continued.
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
-        epochs: the last epochs, by (number of the training run from 0, number of the epoch).
+        epochs: the last epochs, by (number of the training run, counted from 0; number of the epoch).
         host_peak_bytes: largest host memory of all workers together; None if unknown, because each worker counts the
             shared pages.
         ranks: one view per rank; empty before the start.

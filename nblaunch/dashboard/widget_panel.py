@@ -5,7 +5,7 @@
     failures, notices
     charts
     epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
-    metrics, folder of logs
+    metrics, log folder
 
 Only the values of widgets change, so nothing flickers. Measured with 8 and 512 ranks, a single HTML widget would send
 one larger message a second instead of five. Within the same budget of bytes, however, the rows would be updated half
@@ -338,7 +338,7 @@ class Panel:
                 part.close()
 
     def _show_rows(self, table: Table) -> None:
-        """Update the rows; new states and ranks that differ are sent at once."""
+        """Update the rows; new states and ranks that differ are sent immediately."""
         states = [(row.label, row.state_text) for row in table.rows]
         has_news = states != self._states
         self._states = states

@@ -325,7 +325,7 @@ def _last_lines(printed: str, path: Path) -> list[str]:
 
 
 def _openmp_evidence(printed: str) -> list[str]:
-    """Return the reason why GNU OpenMP ended a forked worker, if the worker's last lines show it."""
+    """Return why GNU OpenMP ended a forked worker, if the worker's last lines show it."""
     if _OPENMP_ABORT not in printed:
         return []
     return [

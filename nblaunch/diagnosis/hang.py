@@ -54,8 +54,8 @@ class Check:
 
     Args:
         position: where the rank is in its code.
-        own_cpu_s: processor seconds of the thread that runs the function; None if unknown.
-        all_cpu_s: processor seconds of all threads and child processes of the rank.
+        own_cpu_s: CPU seconds of the thread that runs the function; None if unknown.
+        all_cpu_s: CPU seconds of all threads and child processes of the rank.
     """
 
     position: Position

@@ -21,7 +21,7 @@ from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
 
 MIN_STEPS = 5
-"""Smallest number of steps that is enough to judge a rank."""
+"""Minimum number of steps needed to judge a rank."""
 
 MIN_PERIOD_S = 2.0
 """Minimum total duration of these steps, in seconds."""
@@ -36,10 +36,10 @@ class StepTimes:
 
     Args:
         num_steps: number of steps.
-        period_s: seconds of all steps.
+        period_s: total duration of the steps, in seconds.
         seconds: seconds by kind, without nested spans of other kinds.
         counts: number of spans by kind; for garbage collections, number of steps with one.
-        evaluated_s: seconds of evaluations, including nested spans.
+        evaluated_s: seconds spent in evaluations, including nested spans.
         num_workers: worker processes of the last loader.
         elements: mean size of a batch; 0 if it was not measured.
         saved_bytes: total bytes saved.
@@ -107,7 +107,7 @@ class Processors:
     Args:
         wait_share: fraction of the time that its main thread waited for a processor.
         num_threads: number of threads that ran about as long as the busiest thread.
-        run_s: seconds of all threads together.
+        run_s: CPU seconds of all threads together.
         wait_s: seconds that all threads waited for a processor.
         neighbour: the process outside the job that uses the rank's processor the most; None if there is none.
         device_use: utilisation of its device, 0 to 1; None if the rank computes on the CPU.

@@ -38,10 +38,10 @@ class Loop:
 
     Args:
         total: number of batches; -1 if unknown.
-        epoch: number of the epoch, from 1; 0 if the loop does not train.
+        epoch: number of the epoch, counted from 1; 0 if the loop does not train.
         state: activity of the process in the loop.
         step: number of completed batches.
-        number: number of the loop in this process, from 1.
+        number: number of the loop in this process, counted from 1.
         is_over_epochs: whether the items of the loop are epochs.
         num_epochs: how many epochs there will be in total; 0 if unknown.
         before: what the board showed before the loop, if the loop trains.
@@ -70,9 +70,10 @@ def length_of(iterable: Any) -> int:
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, from 1. It is shown even while a loop does not train.
+    ``epoch`` is the number of the current or last epoch, counted from 1. It is shown even while a loop does not train.
     ``last_training`` is the training loop that began last. ``plan`` is the plan of the framework that is training, or
-    None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board, or None after its end.
+    None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board, or None after its
+    end.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -370,7 +371,7 @@ class LossReport:
         latest: Any = None
         if type(loss) is torch.Tensor and loss.is_cpu:  # true in most jobs; each call to torch takes time
             try:
-                latest = loss.item()  # at once, as the caller may change it
+                latest = loss.item()  # immediately, as the caller may change it
             except RuntimeError:  # it has several numbers
                 return
             if type(latest) is not float:

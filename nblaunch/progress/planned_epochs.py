@@ -58,7 +58,7 @@ class Place(NamedTuple):
     """The current iteration of a loop.
 
     Args:
-        position: index of the iteration, from 0.
+        position: index of the iteration, counted from 0.
         size: number of iterations.
         num_before: iterations of an earlier run: 3 in ``range(3, 10)``, which resumes training.
     """

@@ -1,6 +1,6 @@
 """A snapshot of a call for fresh processes: its function, its arguments, and the state of this process around them.
 
-A launch that waits for its workers saves the call and starts them at once. A job that may start workers after the
+A launch that waits for its workers saves the call and starts them immediately. A job that may start workers after the
 calling cell has finished saves the call at the launch, so that every attempt gets this state, whatever the kernel does
 later.
 """
