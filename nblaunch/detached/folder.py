@@ -188,7 +188,7 @@ class JobFolder(LogFolder):
         return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
 
     def modified(self, name: str) -> tuple[int, int] | None:
-        """Return a value that changes when the file is replaced, and its modification time in ns; None if missing."""
+        """Return a value that changes when a file is replaced, and its modification time in ns; None if missing."""
 
         def status() -> os.stat_result:
             with self.opened() as fd:

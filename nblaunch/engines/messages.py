@@ -174,7 +174,7 @@ class Proposal:
         subject: what ranks count: checks of ``accelerator.should_stop``, or steps of optimizers.
         number: number of the proposed check; 0 = none yet.
         decision: the same number once it is agreed, negated once it is withdrawn.
-        is_last: whether no other proposal follows.
+        is_last: whether this is the last proposal.
     """
 
     subject: Subject

@@ -43,8 +43,8 @@ def is_kept_from_children(fd: int) -> bool:
 def forks_held_back() -> Iterator[None]:
     """Make forks in other threads wait while the block runs.
 
-    ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
-    in the meantime, ``Popen`` would wait as long as that child is alive.
+    ``subprocess.Popen`` waits until no process holds the write end of its pipe: if another thread forked a child in the
+    meantime, ``Popen`` would wait as long as that child is alive.
     """
     with _forking:
         yield

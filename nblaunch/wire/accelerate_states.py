@@ -1,4 +1,4 @@
-"""States of Hugging Face Accelerate from a notebook cell: how they are sent, and how they move to a worker.
+"""State objects of Hugging Face Accelerate from a notebook cell: how they are sent, and how a worker builds them again.
 
 ``PartialState``, ``AcceleratorState`` and ``GradientState`` describe the process that created them; all instances of a
 class share one dict. A worker empties these dicts. If the function uses an instance from the notebook, directly or
@@ -39,7 +39,7 @@ class _Settings:
 
 
 _settings: _Settings | None = None
-"""The settings of the notebook's states, in a process that has received these settings."""
+"""The settings with which the notebook built its states, in a process that has received these settings."""
 
 
 def reset_in_worker() -> None:
@@ -75,7 +75,7 @@ def _instance(name: str, settings: _Settings | None) -> Any:
 
 
 def _settings_of(module: Any) -> _Settings | None:
-    """Return the settings of the states of this process; None if there are none."""
+    """Return the settings of this process's states; None if there are none."""
     partial, state = module.PartialState._shared_state, module.AcceleratorState._shared_state
     if not partial:
         return None

@@ -23,7 +23,7 @@ _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 """A container with more items counts as data and is not searched."""
 _MAX_OBJECTS = 20_000
-"""Largest number of objects to visit in one call."""
+"""Maximum number of objects to visit in one call."""
 _WITHOUT_MODULES = frozenset(
     {"builtins", "functools", "logging", "nblaunch", "numpy", "pandas", "threading", "torch", "types"}
 )
@@ -85,7 +85,7 @@ def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
     """Return the modules that :func:`modules_in` found at ``paths``, in any process, if they are in ``args``.
 
-    Pickling an object may drop a module.
+    Modules may be missing: the pickle of an object can omit them.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not paths:
@@ -144,7 +144,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the instance attributes of an object of a user's or library's class, without calling a proxy's code."""
+    """Return the instance attributes of an object of a user's or a library's class, without calling a proxy's code."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except Exception:  # no attributes, or a property that raises an error
@@ -153,7 +153,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _key(key: Any, index: int) -> str:
-    """Return ``['name']``, or the number of the key if its text may differ between processes."""
+    """Return ``['name']``, or the key's index if the key's text may differ between processes."""
     return f"[{key!r}]" if isinstance(key, (str, int, enum.Enum)) else f"[key {index}]"
 
 

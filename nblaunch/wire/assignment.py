@@ -41,7 +41,7 @@ class Assignment:
         accelerator_defaults: settings for an ``Accelerator`` in the function.
         attempt: number of the attempt in this launcher, from 0; restarts of nodes are in ``environment``.
         board_fd: memory file of the progress board.
-        event_fd: writing end of its event pipe.
+        event_fd: write end of its event pipe.
         outbox_fd: empty memory file for its return value and trained states; -1 if none are wanted.
         command_fd: socket for commands from the kernel, for a session or the debugger; -1 if the kernel sends none.
         log_path: file for its output.

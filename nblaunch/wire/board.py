@@ -9,15 +9,15 @@ spans (``spans.py``).
 
 Each field has a single writer (the worker or, for some fields, the launcher) and is one aligned 8-byte word. Therefore,
 no locks are needed: a reading may combine fields of two neighbouring steps, but never parts of two numbers. The loss
-curve has many words, so it has a version number that is odd while the worker writes it. Writing a step takes well under
-a microsecond and needs no system call.
+curve consists of many words, so it has a version number that is odd while the worker writes it. Writing a step takes
+well under a microsecond and needs no system call.
 
 A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
     steps 1 2 3 4 5 6 7 8 | 9 ...            a bin first holds the mean loss of 1 optimizer step; when all are full,
     bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds the mean of 2 steps, then 4, 8 ...
 
-Bins end at fixed steps, whenever the launcher reads them, so two runs with equal losses have equal curves.
+Bins end at fixed steps, no matter when the launcher reads them, so two runs with equal losses have equal curves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nblaunch.wire.collective_calls import REGION_BYTES, CallReader
 from nblaunch.wire.spans import SpanReader, SpanWriter
 
 MAX_BINS = 64
-"""Largest number of complete bins; an incomplete one may follow."""
+"""Maximum number of complete bins; an incomplete one may follow."""
 
 
 LARGEST_DRAWN = 1e300
@@ -90,8 +90,8 @@ _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
 PROGRESS = 8 * _STEP_TIME
-"""Where :attr:`Slot.pack` writes, in bytes."""
-_PROGRESS = struct.Struct("@d3q")  # native, so that each number is written at once
+"""Offset at which :attr:`Slot.pack` writes, in bytes."""
+_PROGRESS = struct.Struct("@d3q")  # native, so that each number is written as a whole
 
 # Attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd forever.
 _MAX_READS = 5
@@ -156,7 +156,7 @@ class SlotReading:
 
 
 class _Word:
-    """An integer of a slot, as an attribute."""
+    """An integer in a slot, as an attribute."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -208,9 +208,9 @@ class Slot:
     built_bytes = _Word(_BUILT_BYTES)
     """Bytes of parameters that this process has built."""
     num_checks = _Word(_CHECKS)
-    """Number of the rank's checks of ``accelerator.should_stop``; set in a copy of another machine's slot."""
+    """How many times the rank has checked ``accelerator.should_stop``; set in a copy of another machine's slot."""
     stop_reply = _Word(_STOP_REPLY)
-    """Reply of the worker to a proposal to stop: its number, negated to reject; 0 before the first."""
+    """The worker's reply to a proposal to stop: the proposal's number, negated to reject it; 0 before the first."""
     stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a proposal. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)
@@ -245,7 +245,7 @@ class Slot:
         self.counted: Any = None
         """The loop that has one iteration per step, until ``settled_until_s``; None if there is no such loop."""
         self.settled_until_s = 0.0
-        """Until when ``note_step`` need not be called (monotonic clock); 0 if loops have changed."""
+        """Time until which ``note_step`` need not be called (monotonic clock); 0 if loops have changed."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
@@ -358,7 +358,7 @@ class Slot:
         self.pack(self.memory, PROGRESS, monotonic(), self.step, self.steps_done, self.samples)
 
     def count_step(self) -> None:
-        """Count the step that resumed an outer loop."""
+        """Count the step at which an outer loop resumed."""
         self._ints[_STEPS_DONE] = self.steps_done = self.steps_done + 1
 
     def count_samples(self, samples: int) -> None:
@@ -386,7 +386,7 @@ class Slot:
         self._ints[_INTERRUPTS] += 1
 
     def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
-        """Add the time of steps, each from one backward pass to the next, excluding waits for other ranks."""
+        """Add the durations of steps, from one backward pass to the next, excluding waits for other ranks."""
         self._doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += num_steps
 
@@ -537,7 +537,7 @@ class Board:
 
 
 def _region_starts(num_slots: int) -> list[int]:
-    """Return the offsets of slots, calls and spans, each on a new page, and of the end."""
+    """Return the offsets of the slots, calls and spans, each of which starts on a new page, and of the end."""
     starts = [0]
     for size in (_SLOT_BYTES, REGION_BYTES, spans.REGION_BYTES):
         starts.append(starts[-1] + -(-num_slots * size // 4096) * 4096)
@@ -547,7 +547,7 @@ def _region_starts(num_slots: int) -> list[int]:
 def create_memory_file(name: str) -> int:
     """Open an empty file that exists only in memory and vanishes with its last user.
 
-    ``memfd_create`` is not bounded by the size of ``/dev/shm``, which containers keep at 64 MB.
+    ``memfd_create`` is not limited by the size of ``/dev/shm``, which containers set to 64 MB.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -49,7 +49,7 @@ class EventSender:
     """The worker's end. Threads, signal handlers and forked processes may share it.
 
     Args:
-        fd: writing end of the pipe.
+        fd: write end of the pipe.
         key: key to sign events with (``wire/signing.py``); b"" for a pipe, which has no name.
     """
 
@@ -91,7 +91,7 @@ class EventReceiver:
     An event that can't be read becomes a warning; later events still arrive.
 
     Args:
-        fd: reading end of the pipe.
+        fd: read end of the pipe.
         source: the sender, as named in such a warning: ``"rank 3"``.
         key: key that events are signed with; b"" = they are not signed.
     """
@@ -108,7 +108,7 @@ class EventReceiver:
         """Return all events that are complete, and whether all senders have closed their end.
 
         Args:
-            max_bytes: largest number of bytes to read.
+            max_bytes: maximum number of bytes to read.
         """
         is_closed = False
         while max_bytes > 0:
@@ -153,21 +153,21 @@ class EventReceiver:
         return event
 
     def close(self) -> None:
-        """Close the reading end."""
+        """Close the read end."""
         os.close(self.fd)
 
 
 _OURS = ("nblaunch.", "builtins")
 _MAX_TEXT = 10_000
-"""Largest number of characters of an object that is sent as text."""
+"""Maximum length, in characters, of the ``repr`` that replaces an object."""
 
 
 def plain(value: Any) -> Any:
     """Return ``value`` in one of Python's own types, even if the code of its class raises an error.
 
-    Numbers and strings of derived classes become values of the base class; enum members become their values. Tensors
-    and arrays without dimensions become numbers. Mappings, sequences and sets of derived classes become dicts and
-    lists. All other objects become their ``repr``.
+    Numbers and strings of derived classes become values of Python's own class; enum members become their values.
+    Tensors and arrays without dimensions become numbers. Mappings become dicts; lists, tuples and sets become lists.
+    All other objects are replaced by their ``repr``.
 
     Raises:
         RecursionError: the value contains itself.

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 1 << 16
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Return ``text`` in about the allowed number of characters, and say how many characters are missing."""
+    """Shorten ``text`` to about the allowed number of characters, and say how many are omitted."""
     missing = len(text) - max_characters
     if missing <= 0:
         return text
@@ -112,7 +112,7 @@ def set_attribute(error: BaseException, name: str, value: Any) -> None:
 
 
 def with_text(error: BaseException, text: str) -> BaseException:
-    """Return ``error`` with ``text`` as its ``str``: the same object if possible, or a copy of a derived class."""
+    """Return ``error`` with ``text`` as its ``str``: the same object if possible, or an instance of a derived class."""
     cls = type(error)
 
     def reduce(self: BaseException) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ class _Chain:
 
 @dataclass
 class _Parts:
-    """An exception in parts, for constructors whose parameters differ from ``args``.
+    """An exception split into its parts, for classes whose constructors have parameters that differ from ``args``.
 
     It omits attributes that can't be pickled or are too large, such as a model.
     """

@@ -1,4 +1,4 @@
-"""Locks between the workers of a job on one machine.
+"""Locks that the workers of a job on one machine share.
 
 They are record locks on the file of the progress board, which every worker has open, whatever its start method. This
 module neither reads nor writes the file. The system releases the locks of a process that ends, so a worker that is

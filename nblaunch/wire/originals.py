@@ -6,9 +6,9 @@ Workers do not send unchanged tensors back.
     fresh worker   ── the memory file of its call, on which its tensors are mapped (copied on write)
 
 Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
-detects every change, whether an optimizer, ``.data`` or NumPy made it or the tensor was replaced. ``requires_grad``
-does not show changes (averaged weights are frozen but change), and neither does a tensor's version (``.data`` bypasses
-it).
+detects every change, including changes made by an optimizer, by NumPy or through ``.data``, and replaced tensors.
+``requires_grad`` does not show changes (averaged weights are frozen but change), and neither does a tensor's version
+(``.data`` bypasses it).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Stands in a state dict for a tensor of this shape that was not sent because it is unchanged."""
+    """Replaces, in a state dict, a tensor of this shape that was not sent because it is unchanged."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Original:
-    """The location of a tensor: ``num_bytes`` from ``address``, including holes between its elements."""
+    """The location of a tensor: ``num_bytes`` starting at ``address``, including holes between its elements."""
 
     address: int
     num_bytes: int
@@ -83,9 +83,9 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return, by ``id`` of a tensor in ``state``, a function that compares the tensor's CPU copy with the original.
+        """Return functions that compare a tensor's CPU copy with the original, by ``id`` of the tensor in ``state``.
 
-        Tensors whose originals can't be read have no test.
+        A tensor whose original can't be read has no function.
         """
         noted = self._modules.get(path, {})
         originals = {name: noted[name] for name in state.keys() & noted.keys()}

@@ -25,7 +25,7 @@ _MIN_KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankResult:
-    """The results of a worker that could be read.
+    """The results of a worker, as far as they could be read.
 
     Args:
         value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces each part that
@@ -42,7 +42,7 @@ class RankResult:
     state_errors: Mapping[ArgPath, str] = field(default_factory=dict)
 
     def value_of(self, rank: int) -> Any:
-        """Return the value, which ``rank`` has sent.
+        """Return the value that ``rank`` sent.
 
         Raises:
             ValueError: it can't be rebuilt in this process.
@@ -71,7 +71,7 @@ class Outbox:
         """Write the return value. Omit parts that can't be pickled, and name them.
 
         Raises:
-            Exception: writing failed, but no part of the value is the reason; memory is probably full.
+            Exception: writing failed, but not because of a part of the value; memory is probably full.
         """
         value_at, unpicklable = self._append(value, "result", {})
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
@@ -79,7 +79,7 @@ class Outbox:
     def put_state(
         self, path: ArgPath, state: Mapping[str, Any], equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
-        """Write a state dict, with an ``Unchanged`` for each tensor whose test shows that the launcher has its values.
+        """Write a state dict; an ``Unchanged`` replaces each tensor that its test finds equal to the launcher's.
 
         Returns:
             Its place, its end, and the parts that were omitted because they can't be pickled.
@@ -109,8 +109,8 @@ class Outbox:
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
     """Read what an :class:`Outbox` wrote.
 
-    If a part's code raises an error while the part is rebuilt, the result contains the error as text. Unfinished data
-    of a dead worker is freed first, because memory may have run out and the kernel must not be killed next.
+    If a part's code raises an error while the part is rebuilt, the result contains the error as text. A dead worker's
+    unfinished data is freed first: memory may have run out, and the kernel must not be the next process that is killed.
     """
     end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:
@@ -131,10 +131,10 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
 
 
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
-    """Return the value, and why it can't be rebuilt.
+    """Return the value and an empty string, or None and the reason why the value can't be rebuilt.
 
     Callers keep the value. A value that takes up almost all of a large file stays in the file. Any other value is
-    copied: otherwise a loss would keep the weights in the same file in memory, and a thousand losses would keep a
+    copied: otherwise a loss would keep in memory the weights that share its file, and a thousand losses would keep a
     thousand descriptors open.
     """
     num_bytes = value_location.end - value_location.at

@@ -1,5 +1,5 @@
-"""Plain data as JSON, converted by the annotations of dataclasses, for data from other processes that must not be
-unpickled.
+"""Plain data as JSON, converted according to the dataclasses' annotations, for data from other processes that must not
+be unpickled.
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal Node
 

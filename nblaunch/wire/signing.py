@@ -49,7 +49,7 @@ def load(signed: bytes, key: bytes) -> Any:
 
 
 def seal(body: bytes, key: bytes) -> bytes:
-    """Return the signature of ``body``, then ``body``; without a key (b""), only ``body``."""
+    """Return the signature of ``body`` followed by ``body``; without a key (b""), return only ``body``."""
     return digest(key, body) + body if key else body
 
 
@@ -57,7 +57,7 @@ def unseal(sealed: bytes, key: bytes) -> bytes:
     """Return the body that :func:`seal` received.
 
     Raises:
-        ValueError: it does not carry the signature of this key.
+        ValueError: it was not signed with this key.
     """
     if not key:
         return sealed

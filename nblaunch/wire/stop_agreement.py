@@ -22,7 +22,7 @@ from typing import Protocol
 from nblaunch.wire.board import Slot, StepBoundaries
 
 Ballot = Slot | StepBoundaries
-"""The fields in which a rank counts its checks and replies to proposals."""
+"""The fields in which a rank counts its checks and its replies to proposals."""
 
 _SPIN_S = 0.0005
 _PATIENCE_S = 0.25

@@ -1,11 +1,11 @@
-"""Commands from the kernel to a worker, for a session or the debugger; the replies; and their connection.
+"""Commands that the kernel sends to a worker for a session or the debugger, their replies, and the connection.
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
 A worker has one connection for sessions and the debugger. It is made before the worker starts and has no address: only
 the kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like
-events (``channel.py``); memory files carry objects of the user's classes. A command of a session is reported by events
-(:class:`nblaunch.events.CommandEvent`); a command to the debugger that has a number is answered by a :class:`Reply`.
+events (``channel.py``); memory files carry objects of the user's classes. A session command is reported by events
+(:class:`nblaunch.events.CommandEvent`); a numbered debugger command is answered by a :class:`Reply`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CommandConnection:
         return data
 
     def __del__(self) -> None:
-        # A forked child closed the descriptor at once, and may use its number for another file.
+        # A forked child closed the descriptor immediately, and may use its number for another file.
         if self._pid == os.getpid():
             descriptors.close(self._fd)
 
@@ -157,7 +157,7 @@ class Execute(SessionCommand):
         filename: its file name in tracebacks.
         first_line: number of its first line in ``source``.
         source: for tracebacks; empty = ``code``.
-        shows_value: whether to display the value of a last expression; False = return it.
+        shows_value: whether to display the value of the last expression; False = return it.
     """
 
     code: str = ""
@@ -168,18 +168,18 @@ class Execute(SessionCommand):
 
     @property
     def is_name(self) -> bool:
-        """Whether the code only reads a variable, so that ranks do not need each other."""
+        """Whether the code only reads a variable, so ranks do not have to wait for each other."""
         return self.code.isidentifier()
 
 
 @dataclass(frozen=True)
 class SetVariables(SessionCommand):
-    """Variables to set in ``__main__``; the values follow as a memory file, before the outbox."""
+    """Variables to set in ``__main__``; the first of the files holds the values."""
 
 
 @dataclass(frozen=True)
 class RunFunction(SessionCommand):
-    """A function to call like a job; the call follows as a memory file, before the outbox.
+    """A function that is called as in a job; the first of the files holds the call.
 
     Args:
         returns_all: whether every rank returns its value; False = only rank 0 does.
@@ -192,7 +192,7 @@ class RunFunction(SessionCommand):
 
 @dataclass(frozen=True)
 class LeaveGroup(SessionCommand):
-    """Request to leave the process group, because other ranks wait for this one, which will not arrive.
+    """Request to leave the process group, because other ranks are waiting for this one, which will not arrive.
 
     It has no files, and is not reported.
     """
@@ -229,8 +229,8 @@ class ReadVariables(DebugCommand):
     """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
 
     Args:
-        function: name and first line of the function whose innermost frame to describe; None, or a function that is not
-            running = the innermost frame of the user's code.
+        function: name and first line of the function whose innermost frame is described; None, or a function that is
+            not running = the innermost frame of the user's code.
         number: number of this command; the reply repeats it.
     """
 
@@ -240,7 +240,7 @@ class ReadVariables(DebugCommand):
 
 @dataclass(frozen=True)
 class Debug(DebugCommand):
-    """Open pdb at the innermost frame of the user's code; :class:`Prompted` and :class:`Line` follow."""
+    """Open pdb at the innermost frame of the user's code; :class:`Prompted` and :class:`Line` messages follow."""
 
 
 @dataclass(frozen=True)
@@ -268,9 +268,9 @@ class Prompted:
 
     Args:
         text: its output since the last line, without the prompt.
-        stop: identifies a ``breakpoint()`` by file, line and count; None after that, and in post-mortem pdb. Ranks that
-            run the same code have equal stops.
-        prompt: pdb's prompt; it differs for the rest of a statement, and for the commands of a breakpoint.
+        stop: identifies a ``breakpoint()`` by file, line and count; None in later prompts, and in post-mortem pdb. The
+            stops of ranks that run the same code are equal.
+        prompt: pdb's prompt, which is different on continuation lines and while a breakpoint's commands are entered.
     """
 
     text: str
@@ -358,7 +358,7 @@ class ReceivedReply:
 
 
 def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> None:
-    """Send a reply, with its outbox if it has one.
+    """Send a reply, together with its outbox if the reply has one.
 
     Raises:
         OSError: the other process is gone.

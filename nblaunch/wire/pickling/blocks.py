@@ -25,8 +25,8 @@ overlap is lost.
 class Place(NamedTuple):
     """The place of an array in a file: its block, and its first element in the block.
 
-    The array keeps its strides in a shared block, and in a block that is not in the order of the array's indices. Any
-    other block is the array without gaps.
+    The array keeps its strides if its block is shared, or if the block is not laid out in the order of the array's
+    indices. Any other block holds the array contiguously, without gaps.
     """
 
     offset: int
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 class Arrays:
-    """Arrays of one value, which are written once all are known.
+    """The arrays of a value, which are written once all of them are known.
 
     Args:
         write: appends bytes to the file, and returns their offset.
@@ -84,9 +84,10 @@ class Arrays:
         """Add an array, whose memory must not change until all are written; return its number.
 
         Args:
-            span: its memory.
-            key: equal for arrays with equal elements in equal memory; only for an array that is not contiguous.
-            copy: returns its elements without gaps, as a buffer; only for an array that is not contiguous.
+            span: the array's memory.
+            key: the same for arrays with the same elements in the same memory; only for an array that is not
+                contiguous.
+            copy: returns the elements without gaps, as a buffer; only for an array that is not contiguous.
         """
         number = len(self._places)
         self._places.append(_UNKNOWN)
@@ -103,7 +104,7 @@ class Arrays:
         return len(self._places) - 1
 
     def put(self) -> list[Place]:
-        """Write all arrays that are not written yet; return all places by number."""
+        """Write all arrays that have not been written yet; return the places of all arrays, ordered by number."""
         for numbers in self._overlapping():
             spans = [self._spans[number] for number in numbers]
             low, high = spans[0].low, max([span.high for span in spans])

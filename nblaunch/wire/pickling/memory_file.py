@@ -29,7 +29,7 @@ class MappedFile:
 
 
 class CopiedFile:
-    """Reads copies of parts of a file; arrays that shared memory when they were written share it again."""
+    """Copies parts of a file into memory; arrays that shared memory when they were written share it again."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -56,7 +56,7 @@ class CopiedFile:
 
 
 class FileWriter:
-    """Appends raw bytes to a file at aligned offsets, from ``end`` on. It writes small parts together."""
+    """Appends raw bytes to a file at aligned offsets, starting at ``end``. It writes small parts together."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -68,7 +68,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
         self._main_by_reference = main_by_reference
         self._main = sys.modules.get("__main__")
         if not main_by_reference:
-            # The globals of a function in the reading process, by the id of its globals here.
+            # The reading process's globals for a function, by the id of the function's globals in this process.
             self.globals_ref[id(vars(self._main))] = _MAIN_NAMES
 
     def reducer_override(self, obj: Any) -> Any:
@@ -164,7 +164,7 @@ def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -
 
 
 def send_cells_by_value() -> None:
-    """Send definitions of cells, such as loaders' ``Dataset`` classes, to fresh ``multiprocessing`` processes.
+    """Send definitions made in cells, such as loaders' ``Dataset`` classes, to fresh ``multiprocessing`` processes.
 
     ``multiprocessing`` pickles functions and classes by name. A fresh interpreter (``spawn``; ``forkserver``, the
     default of Python 3.14) has no cells in its ``__main__``. It runs scripts again and therefore has their definitions.
@@ -224,7 +224,7 @@ class _BoundedStream(io.BytesIO):
 
 
 class PayloadWriter:
-    """Appends values to an initially empty file. It writes a tensor that several values share only once."""
+    """Appends values to an initially empty file. It writes a tensor only once even if several values share it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -309,7 +309,7 @@ def load_mapped_with_address(fd: int) -> tuple[Any, int]:
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
-    """Read the value at ``at`` into its own memory, for values that are kept, because the file may hold much more."""
+    """Read the value at ``at`` into memory of its own, for values that are kept; the file may hold much more."""
     return _read(CopiedFile(fd), at)
 
 
@@ -346,7 +346,7 @@ def _check(fd: int, at: int, key: bytes) -> None:
 
 
 def pickles_in(fd: int) -> list[bytes]:
-    """Return the pickles in the output of :func:`dump` without reading them: descriptions of arrays, and the value."""
+    """Return the pickles in the output of :func:`dump` (descriptions of arrays, and the value) without reading them."""
     file = MappedFile(fd)
     body, _ = _parts(file, file.part(0, _HEADER.size))
     data = bytes(body)
@@ -369,7 +369,7 @@ def pickling_error(value: Any) -> Exception | None:
 
 
 def num_bytes(value: Any) -> int:
-    """Return the approximate size of a file with ``value``. Writes nothing.
+    """Return the approximate size of a file that contains ``value``. Writes nothing.
 
     Raises:
         Exception: pickling raised it.
@@ -385,7 +385,7 @@ class _Pickler(NotebookPickler):
     """Writes dense tensors, arrays and large buffers outside the pickle.
 
     It uses persistent ids rather than out-of-band buffers: a pickler's memo would keep the CPU copies of all GPU
-    tensors alive at once, until the end.
+    tensors alive at the same time, until the end.
     """
 
     def __init__(
@@ -450,12 +450,13 @@ class _Pickler(NotebookPickler):
     def _add_tensor(self, tensor: Any, on_cpu: Any) -> int:
         address, item_bytes = tensor.data_ptr(), tensor.element_size()
         num_bytes = tensor.numel() * item_bytes
-        # A lazily conjugated or negated view differs from its base only in a bit.
+        # A lazily conjugated or negated view differs from its base only in a flag.
         is_lazy = (tensor.is_conj(), tensor.is_neg())
         is_in_memory = tensor.device.type == "cpu" and not any(is_lazy) and num_bytes > 0
         if is_in_memory and tensor.is_contiguous():
             return self.arrays.add(Span(address, address, address + num_bytes, num_bytes, item_bytes, True))
-        # Devices that don't expose their memory, such as XLA's, return 0: every tensor then has its own place.
+        # Devices that don't expose memory addresses, such as XLA's, return 0: each tensor then counts as separate
+        # memory.
         place = address or ("object", id(tensor))
         key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
 
@@ -518,7 +519,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors and arrays on parts of the file, one per written object, so that tied tensors stay tied."""
+    """Builds tensors and arrays in parts of the file, one part per written object, so that tied tensors stay tied."""
 
     def __init__(
         self,

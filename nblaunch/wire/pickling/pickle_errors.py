@@ -58,7 +58,7 @@ def unpicklable_parts(value: Any, name: str) -> list[UnpicklablePart]:
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[UnpicklablePart]:
-    """Return the variables of a call that can't be pickled: arguments, closure variables and globals."""
+    """Return those variables of a call that can't be pickled: arguments, closure variables and globals."""
     parts: list[UnpicklablePart] = []
     for name, value in _variables(function, args):
         parts += unpicklable_parts(value, name)
@@ -91,11 +91,11 @@ _KINDS = (
     (r"_io\.|.*File$", "open files"),
     (r"socket|SSL", "open connections"),
 )
-"""Type in Python's message, and the users' word for such objects."""
+"""Pattern for the type in Python's message, and the word that users have for such objects."""
 
 
 def _explained(value: Any, error: Exception) -> Exception:
-    """Return ``error``, or one that names the class of ``value`` if ``error`` is about a part of it."""
+    """Return ``error``, or an error that names the class of ``value`` if ``error`` is about a part of the value."""
     name, text = type(value).__name__, str(error)
     if "no default __reduce__" in text:  # Cython's
         return PicklingError(f"{name} can't leave the process that created it")
@@ -105,7 +105,7 @@ def _explained(value: Any, error: Exception) -> Exception:
     kind = next((kind for pattern, kind in _KINDS if re.match(pattern, match[1])), "")
     if kind:
         return PicklingError(f"{name} has {kind} of the process that created it")
-    return PicklingError(f"{name} contains an object of the type {match[1]}, which can't leave this process")
+    return PicklingError(f"{name} contains an object of type {match[1]}, which can't leave this process")
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pickling of objects that pickle itself can't send to a fresh process.
+"""Pickling for objects that the ``pickle`` module alone can't send to a fresh process.
 
 Some belong to the kernel's process. A fresh process creates them again, with the same settings:
 
@@ -12,8 +12,8 @@ file in the fresh process; queues and locks that processes share contain connect
 
 Some classes claim a module that does not contain them, such as pytest's ``Skipped``, which claims ``builtins``.
 cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` clause matches, and
-whose ``super().__init__`` fails. Here, they are pickled by a module that holds the class under its name, as pickle does
-for functions without a module.
+whose ``super().__init__`` fails. Here, such classes are pickled by reference to a module that holds the class under its
+name, as pickle does for functions without a module.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _of_loader(loader: Any) -> Reduction | None:
 
 
 def _of_hidden_class(cls: type) -> Reduction | None:
-    """Return how to pickle a class by its true module; None if it claims that module, or has none."""
+    """Return how to pickle a class by the module that holds it; None if that is its ``__module__``, or none exists."""
     if not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
         return None
     name = cls.__qualname__
