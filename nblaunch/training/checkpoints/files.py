@@ -10,8 +10,8 @@ If ranks hold shards of models, there are folders instead, with one file per ran
 contains the weights, and ``optimizer_0`` contains the optimizer's states.
 
 ``nblaunch_checkpoint.json`` lists every file with its size and a checksum. With this manifest, nblaunch detects an
-incomplete folder or changed bytes before it loads anything. Checkpoints of other tools have the same file names but no
-manifest, and nblaunch loads them unchecked.
+incomplete folder or changed bytes before it loads anything. Checkpoints that other tools wrote have the same
+file names but no manifest. nblaunch loads them without this check.
 
 The checksum is CRC-32, which detects every flipped bit but does not protect against forgery. It is the fastest checksum
 in the standard library (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).

@@ -1,4 +1,4 @@
-"""Save models and optimizers of FSDP one by one, as trainers do, and merge shards of weights.
+"""Save FSDP models and optimizers one by one, as trainers do, and merge shards of weights.
 
 If the plugin's ``state_dict_type`` is ``"FULL_STATE_DICT"``, the main process writes one file of full tensors.
 Otherwise each rank writes its shards into a folder. Names are the same as in Hugging Face Accelerate.
@@ -39,14 +39,14 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of a prepared model below ``output_dir``. All ranks call it.
+    """Write the weights of a prepared model under ``output_dir``. All ranks call it.
 
     Args:
         fsdp_plugin: the plugin whose ``state_dict_type`` selects the format.
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         output_dir: the folder; created if it does not exist.
-        model_index: the model's number, for the file's name.
+        model_index: the model's index, for the file's name.
         adapter_only: write only trained parameters.
         use_dcp: must be True: torch.distributed.checkpoint writes shards, which any number of ranks can load.
 
@@ -94,7 +94,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a prepared optimizer below ``output_dir``. See :func:`save_fsdp_model`."""
+    """Write the state of a prepared optimizer under ``output_dir``. See :func:`save_fsdp_model`."""
     _check_dcp(use_dcp)
     module, inner = bare_module(model), inner_optimizer(optimizer)
     state = dtensor_strategy.optimizer_state(module, inner, options=_options(fsdp_plugin))

@@ -3,9 +3,10 @@
 is it intact? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
-Shards, and weights that are loaded after hooks, can be checked only while they are loaded. For other weights,
-``load_state`` checks names and shapes beforehand, but not values. If a different number of ranks saved the checkpoint,
-random states stay unchanged, and loaders continue after the samples that were already read.
+Shards can be checked only while they are loaded. If there are load hooks, the weights can be checked only
+after the hooks have run. Otherwise, ``load_state`` checks the weights' names and shapes beforehand, but not
+their values. If a different number of ranks saved the checkpoint, random states stay unchanged, and loaders
+continue after the samples that were already read.
 """
 
 from __future__ import annotations
@@ -166,16 +167,16 @@ class _Checkpoint:
         self.is_sharded = manifest is not None and bool(manifest.sharded_by)
         self.is_of_this_size = manifest is None or manifest.world_size == live.world_size
         self._reading = reading
-        # Read all states except the optimizers' to the CPU, because generators, for example, accept no others.
+        # Load all states but the optimizers' onto the CPU: generators, for example, accept only CPU tensors.
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
         """Return the optimizers' states, and functions that load all other states except weights.
 
-        If the strategy reads the optimizers with the weights, the list of states is empty.
+        If the strategy reads the optimizers together with the weights, the list of states is empty.
 
         Raises:
-            CheckpointError: a state or the weights do not fit.
+            CheckpointError: a state does not fit its object, or the weights do not fit a model.
         """
         optimizers = [] if self.is_sharded else list(self._read_optimizers())
         loads = list(self._read_others())
@@ -285,9 +286,7 @@ class _Checkpoint:
             if rank == live.rank:
                 rng.restore_states(saved, live.shared.process.backend)
             else:
-                warn(
-                    f"checkpoint {self.folder} has no random states of rank {live.rank}, only the states of rank 0"
-                )
+                warn(f"checkpoint {self.folder} has no random states for rank {live.rank}, only for rank 0")
 
         return load
 

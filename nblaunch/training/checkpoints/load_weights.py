@@ -43,7 +43,7 @@ _SPLIT_ARGUMENTS = (
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
 _LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments that only load_checkpoint_in_model has. Given the first, Accelerate may load a model that is not split."""
+"""Arguments of load_checkpoint_in_model only. With the first, Accelerate may load an unsplit model."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
@@ -149,7 +149,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    """Return the weights of all files of a checkpoint."""
+    """Return the weights in all files of a checkpoint."""
     weights: dict[str, Any] = {}
     for file in model_files.files_of(checkpoint):
         part = model_files.read_weights(file)
@@ -287,9 +287,9 @@ def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[
 
 
 def _describe_strangers(module: nn.Module, source: Path, saved: list[str], current: list[str]) -> str:
-    """Return the error message for a file that shares no name with the module."""
+    """Return the error message for a file and a module that have no name in common."""
     text = (
-        f"{source} has no weights of the {type(module).__name__}: no name matches. The file has "
+        f"{source} has no weights for the {type(module).__name__}: no name matches. The file has "
         f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model has "
         f"{formatting.first(current, _MAX_NAMES_SHOWN)}"
     )
@@ -379,5 +379,5 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, to
 
 
 def _loads_itself(owner: torch.nn.Module) -> bool:
-    """Return whether a module overrides the loading method, which needs tensors with memory."""
+    """Return whether a module has its own loading method, which needs tensors with allocated memory."""
     return type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict

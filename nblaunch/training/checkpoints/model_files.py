@@ -181,7 +181,7 @@ def save_sharded(
 def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     """Divide ``weights``, in order, into parts of at most ``limit`` bytes, unless a single tensor is larger.
 
-    Names that share memory stay in one part, so that the memory is written only once.
+    Tensors that share memory stay in one part, so that the memory is written only once.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():

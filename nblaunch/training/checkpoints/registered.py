@@ -104,7 +104,8 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
             captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
-            # Convert the state to bytes at once: a user's object may hold anything, so it can't be copied safely.
+            # Convert the state to bytes immediately: a user's object may hold anything, so copying it is
+            # unsafe.
             captured.objects[name] = as_bytes(state)
         elif _is_own(entry, looks[index], main[index : index + 1]):
             captured.objects[files.custom(index, rank)] = as_bytes(state)
@@ -146,7 +147,7 @@ def _like(state: Any, mapped: Any) -> Any:
 
 
 def _look(obj: Any, state: Any) -> str:
-    """Return a state's fingerprint, which ranks compare: a checksum without shards, and the full shapes of shards.
+    """Return a state's fingerprint, which ranks compare: a checksum of all but the shards, and their full shapes.
 
     Raises:
         CheckpointError: shards are hidden in objects, where they can't be gathered.
@@ -226,8 +227,8 @@ class SavedStates:
         folder: the checkpoint's folder.
         manifest: the checkpoint's manifest; None if another tool wrote it.
         rank: this process's rank.
-        world_size: this job's number of ranks.
-        reading: arguments of ``torch.load``.
+        world_size: number of ranks in this job.
+        reading: arguments for ``torch.load``.
     """
 
     def __init__(

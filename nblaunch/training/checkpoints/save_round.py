@@ -13,9 +13,9 @@ collectives of wrappers such as DistributedDataParallel, and collectives that sc
 point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
 ``main_process_only=True`` to save only on rank 0.
 
-On every other rank, a thread answers rank 0 even while the rank waits in a collective. Until rank 0 rings, the thread
-waits inside the store and uses no processor time. Messages are JSON with a fixed schema and are never executed, because
-any process that can reach the store may write to it.
+On every other rank, a thread answers rank 0 even while the rank waits in a collective. Until rank 0 wakes it,
+the thread waits inside the store and uses no processor time. Messages are JSON with a fixed schema and are
+never executed, because any process that can reach the store may write to it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nblaunch.wire import schema
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between reads of the store during a round
 _IDLE_S = 0.2  # pause between reads otherwise, if a thread can't wait inside the store
-_RING_S = timedelta(days=7)  # timeout of one wait for a ring; poll(2) counts milliseconds in an int
+_RING_S = timedelta(days=7)  # timeout of one ``wait_for_ring``; poll(2) counts milliseconds in an int
 _STOP_S = 5.0  # timeout for the last message of a process that exits
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} left while it was saving"
 
@@ -86,7 +86,7 @@ class States:
 
 @dataclass(frozen=True)
 class Report:
-    """A present rank's report: it has written its files, or failed."""
+    """The report of a rank that is present: it has written its files, or has failed to."""
 
     number: int
     problem: str = ""
@@ -114,7 +114,7 @@ class _Mail:
         store: the process group's store.
         is_shared: use the process group's own connection instead.
 
-    ``can_wait``: whether a thread may wait for a ring, because no other thread uses the connection.
+    ``can_wait``: whether :meth:`wait_for_ring` may be called, because no other thread uses the connection.
     """
 
     def __init__(self, store: Any, *, is_shared: bool = False) -> None:
@@ -124,7 +124,7 @@ class _Mail:
         self._store = dist.PrefixStore(_PREFIX, store.clone() if self.can_wait else store)
 
     def ring(self, ranks: Iterable[int]) -> None:
-        """Wake the threads of ``ranks`` that wait for a ring, to make them read new messages."""
+        """Wake the threads of ``ranks`` that are in :meth:`wait_for_ring`, so that they read new messages."""
         try:
             for rank in ranks:
                 self._store.set(f"bell/{rank}", "")
@@ -132,7 +132,7 @@ class _Mail:
             raise _lost(error) from error
 
     def wait_for_ring(self, rank: int) -> None:
-        """Wait until another rank rings for ``rank``; return at once if it has rung since the last wait."""
+        """Wait until another rank rings for ``rank``; return immediately if one has since the last wait."""
         key = f"bell/{rank}"
         try:
             self._store.wait([key], _RING_S)
@@ -180,7 +180,7 @@ def _wait_for(look: Callable[[], T | None]) -> T:
 
 
 class _Side:
-    """The common part of both sides: the process group, and the backend, which counts collectives."""
+    """Base class of both sides: knows the process group, and the backend, which counts collectives."""
 
     def __init__(self, backend: Backend) -> None:
         self._group = weakref.ref(dist.group.WORLD)
@@ -202,13 +202,13 @@ _side: Any = None
 def side_of(backend: Backend, rank: int) -> Any:
     """Return this rank's side of the save rounds: a Coordinator on rank 0, otherwise a Participant.
 
-    The first call for a process group creates the side.
+    The first call in a process group creates it.
     """
     global _side
     if _side is None or not _side.is_current():
         before, _side = _side, Coordinator(backend) if rank == 0 else Participant(backend, rank)
         if isinstance(before, Participant):
-            before.leave()  # its thread may still wait for a ring in the previous group
+            before.leave()  # its thread may still wait in the previous group's store
     return _side
 
 
@@ -256,7 +256,7 @@ class Coordinator(_Side):
         return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
-        """Make the present ranks write to ``folder``; if ``compares`` is set, they compare states first."""
+        """Make the ranks in ``present`` write to ``folder``; if ``compares`` is set, they compare states first."""
         self._is_decided, self._target = True, target
         round = Round(self._number, True, tuple(self.present), folder, target, iteration, compares)
         self._mail.post("round", round)
@@ -267,7 +267,7 @@ class Coordinator(_Side):
         return len(self.present) == dist.get_world_size() - 1
 
     def states_of_others(self) -> dict[int, tuple[str, ...]]:
-        """Wait for the States of the present ranks, and return their texts by rank.
+        """Wait for the ``States`` of the ranks in ``present``, and return the texts by rank.
 
         Raises:
             CheckpointError: a rank failed before it posted its states.
@@ -289,7 +289,7 @@ class Coordinator(_Side):
         self._mail.post("states/0", States(self._number, tuple(texts)))
 
     def wait_for_reports(self) -> dict[str, str]:
-        """Wait until the present ranks have written their files, and return the checksums that they report.
+        """Wait until the ranks in ``present`` have written their files; return the checksums that they report.
 
         Raises:
             CheckpointError: a rank could not write its files.
@@ -317,7 +317,7 @@ class Coordinator(_Side):
             self._mail.post("round", Round(self._number, True, tuple(self.present)))
 
     def wait_until_known(self) -> None:
-        """Wait until the present ranks have read the outcome, because the store may end with this process."""
+        """Wait until the ranks in ``present`` have read the outcome: the store may end with this process."""
         for rank in self.present:
             _wait_for(partial(self._is_through, rank))
         self._held = None
@@ -334,14 +334,15 @@ class Coordinator(_Side):
 
 
 class Participant(_Side):
-    """The side of a rank other than 0, with a thread that answers rank 0 until the process group ends."""
+    """Another rank's side of the save rounds: a thread answers rank 0 until the process group ends."""
 
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
         self._store = _default_store()
-        self._thread_mail = _Mail(self._store)  # the thread waits with this object
-        # Held while this rank replies that it is present, and while it takes the round to which it replied.
+        self._thread_mail = _Mail(self._store)  # the thread waits in the store through this object
+        # The lock is held while this rank replies that it is present, and while it takes the round to which
+        # it replied.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
@@ -422,10 +423,12 @@ class Participant(_Side):
         """Report to rank 0 that this rank will not join further rounds."""
         self._is_stopping = True
         self._wake.set()
-        # Ring in another thread: the process must be able to exit even if the connection is blocked.
+        # Wake this rank's thread from another thread: this process must exit even if the connection is
+        # blocked.
         ringing = threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True)
         ringing.start()
-        # Until Python 3.13, a thread that returns from C++ while the interpreter ends makes the process abort.
+        # Before Python 3.14, a thread that returns from C++ while the interpreter shuts down aborts the
+        # process.
         deadline_s = time.monotonic() + _STOP_S
         for thread in (self._thread, ringing):
             thread.join(max(deadline_s - time.monotonic(), 0.0))
@@ -452,7 +455,7 @@ class Participant(_Side):
                 self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
-        """Post where this rank is if rank 0 asks; return whether rank 0 asks, or is about to."""
+        """If rank 0 is asking, post where this rank is; return whether rank 0 is asking, or is about to."""
         collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
         with self._lock:
             newest = self._thread_mail.read("round", Round)

@@ -1,11 +1,11 @@
-"""The implementation of ``save_state``: ranks meet, write to a temporary folder, and the main process renames it.
+"""The implementation of ``save_state``: ranks write to a temporary folder, which the main process then renames.
 
-    all ranks     meet; the main process creates the folder
+    all ranks     join a save round; the main process creates the folder
     all ranks     call the save hooks, and collect their own states: random states, positions of stateful loaders,
                   shards of weights and optimizers if the strategy has them ────┐ Snapshot ── written to the folder,
     main process  collects full weights and optimizers, and all other states ───┘             committed by a rename
 
-``safe_save`` replaces folders atomically. ``save_round`` makes the ranks meet.
+``safe_save`` replaces folders atomically. ``save_round`` lets the ranks save together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of a check: :class:`Check`, with the moments of a training loop at which it is called."""
+"""The interface of a check: :class:`Check`, and the points in a training loop at which it is called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Prepared(Protocol):
 class Check(ABC):
     """Base class of checks, each of which looks for one kind of error.
 
-    The watch calls the methods of a check in the steps that it examines. The methods of this class do nothing.
+    In the steps that it examines, the watch calls a check's methods. In this class, they do nothing.
 
     Args:
         report: sends an observation.
@@ -50,22 +50,22 @@ class Check(ABC):
         """
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Check before a backward pass from ``loss``, with the ``options`` of ``accelerator.backward``."""
+        """Look for the error before a backward pass from ``loss``; ``options`` are for ``accelerator.backward``."""
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        """Check before a step of a torch optimizer, prepared or not."""
+        """Look for the error before a step of a torch optimizer, whether or not it is prepared."""
 
     def before_clip(self, prepared: Prepared, gradients: Sequence[torch.Tensor], by_torch: bool) -> None:
-        """Check before ``gradients`` are clipped, by a function of torch or by the Accelerator."""
+        """Look for the error before ``gradients`` are clipped, either by torch or by the Accelerator."""
 
     def before_loop(self, prepared: Prepared) -> None:
-        """Check before a loop over a prepared loader."""
+        """Look for the error before a loop over a prepared loader."""
 
     def after_evaluation(self, prepared: Prepared) -> None:
-        """Check after a loop over a prepared loader in which no optimizer stepped."""
+        """Look for the error after a loop over a prepared loader in which no optimizer stepped."""
 
     def before_show(self, prepared: Prepared, shown: Any) -> None:
-        """Check before ``shown`` is printed or logged, after an evaluation in which no collective ran."""
+        """Look for the error before ``shown`` is printed or logged, after an evaluation without a collective."""
 
     def report(
         self,

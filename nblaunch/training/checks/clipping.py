@@ -1,9 +1,9 @@
-"""Checks for gradients that are clipped after the step, or while fp16's scale is still in them.
+"""Checks for gradients that are clipped after the step, or while they still contain fp16's loss scale.
 
-The Accelerator announces its own clipping. Users also call ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``,
-often under a name that they imported earlier, so replacing the functions would not reach every call. Both functions
-first group the gradients by device, with a helper that torch looks up at each call. The watch observes that helper in
-the steps that it examines.
+The Accelerator reports its own clipping to the watch. Users also call ``torch.nn.utils.clip_grad_norm_`` and
+``clip_grad_value_``, often under a name that they imported earlier, so replacing the functions would not
+reach every call. Both functions first group the gradients by device, with a helper that torch looks up at
+each call. The watch observes that helper in the steps that it examines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn.utils import clip_grad
 from nblaunch.training.checks.check import Check, Prepared, parameters_of
 
 _MEASURES_FROM = 1e6
-"""Norms of at least this size do not limit anything: users pass them, or infinity, to measure the norm."""
+"""A ``max_norm`` of at least this size limits nothing: users pass it, or infinity, to measure the norm."""
 
 _HELPER = "_group_tensors_by_device_and_dtype"
 _CLIPPING = {"_clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_"}
-"""Functions of torch that call the helper to change gradients; in older releases, ``clip_grad_norm_`` itself does."""
+"""torch functions that call the helper to change gradients; in older releases, ``clip_grad_norm_`` itself does."""
 
 
 class LateClipping(Check):
@@ -50,7 +50,7 @@ class LateClipping(Check):
 
 
 class ScaledClipping(Check):
-    """A function of torch clips fp16 gradients that still contain the loss scale."""
+    """A torch function clips fp16 gradients that still contain the loss scale."""
 
     name = "clipping_scaled_gradients"
 
@@ -66,7 +66,7 @@ class ScaledClipping(Check):
         }
         if any(id(gradient) in scaled for gradient in gradients):
             self.report(
-                "a function of torch clips fp16 gradients that still contain the loss scale of "
+                "a torch function clips fp16 gradients that still contain the loss scale of "
                 f"{scaler.get_scale():g}, so it clips almost everything",
                 "Call accelerator.clip_grad_norm_(model.parameters(), max_norm), which removes the scale first",
             )

@@ -26,7 +26,7 @@ def _unprepared_iterator(prepared: Prepared) -> Any:
 
 
 def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of single samples; None if the loader does not use torch's ``BatchSampler``."""
+    """Return the sampler that yields single indices; None if the loader does not use torch's ``BatchSampler``."""
     batches = getattr(iterator, "_index_sampler", None)
     return batches.sampler if type(batches) is BatchSampler else None
 
@@ -34,8 +34,8 @@ def _sampler_of(iterator: Any) -> Any:
 class SameSamples(Check):
     """Each rank reads the same samples, in the same order as the other ranks.
 
-    Loaders that look the same may read different data, such as a file or a subset for each rank, so batches are
-    compared. A loop may use only a part of each batch, so losses are compared as well.
+    Loaders that look the same may read different data, for example a separate file or subset on each rank, so
+    batches are compared. A loop may use only a part of each batch, so losses are compared as well.
     """
 
     name = "same_samples"
@@ -80,7 +80,7 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
 
 
 def _digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, the same in all processes; None if all of them are equal."""
+    """Return a digest of a few numbers in a batch, equal in all processes; None if these numbers are equal."""
     tensors: list[torch.Tensor] = []
     _collect_tensors(batch, tensors)
     numbers: list[float] = []
@@ -101,7 +101,7 @@ def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class _Epochs:
-    """Number of consecutive loops over a sampler in one epoch, without loops that were cut short, as in a trial run.
+    """Counts consecutive loops over a sampler in one epoch, except loops that were cut short, as in a trial run.
 
     Args:
         epoch: the epoch of the sampler.

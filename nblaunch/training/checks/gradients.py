@@ -29,8 +29,9 @@ class _LastStep:
     """The state of an optimizer's gradients since its last step.
 
     Args:
-        sample: some parameters that had a gradient in the step, with these gradients and a few of their elements.
-        is_cleared: whether the gradients were gone, zero or changed by the loop before a backward pass.
+        sample: some parameters that had a gradient in the step, along with those gradients and a few of their
+            elements.
+        is_cleared: whether, before a backward pass, the loop had removed, zeroed or changed the gradients.
         is_added_to: whether there was a backward pass.
     """
 
@@ -72,7 +73,7 @@ class UnclearedGradients(Check):
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
-        # An unprepared optimizer may have backward passes that are not examined.
+        # The watch does not examine every backward pass of an unprepared optimizer.
         is_prepared = any(wrapper.optimizer is optimizer for wrapper in prepared.optimizers)
         if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
@@ -106,7 +107,7 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 class ForeignParameters(Check):
-    """An optimizer steps parameters that are not part of a trained model, for example a replaced layer's."""
+    """An optimizer updates parameters that are not part of a trained model, such as a replaced layer's."""
 
     name = "optimizer_without_gradients"
 
@@ -121,7 +122,7 @@ class ForeignParameters(Check):
         self._num_backwards += 1
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        # Without a backward pass since its last step, the optimizer may step only for the learning rates of a schedule.
+        # Ignore a step without a new backward pass: it may only serve to advance a learning rate schedule.
         if self._seen.get(optimizer, 0) == self._num_backwards:
             return
         self._seen[optimizer] = self._num_backwards
@@ -165,7 +166,7 @@ class ForeignParameters(Check):
             for key, (name, parameter) in named.items()
             if key not in stepped and parameter.grad is not None
         }
-        # A layer that takes another's place has the same kinds of parameters, weights and biases.
+        # A layer that replaces another one has the same kinds of parameters (weights and biases).
         is_alike = sorted(map(torch.Tensor.dim, strays)) == sorted(map(torch.Tensor.dim, left_out.values()))
         return list(left_out) if is_alike else []
 

@@ -82,8 +82,8 @@ class TrainModeEvaluation(Check):
             return
         for model in map(bare_module, prepared.models):
             layers = [layer for layer in model.modules() if layer.training and _differs(layer)]
-            # The loop may not run this model. Or it may run some layers on purpose, to recompute statistics for
-            # averaged weights.
+            # The loop might not run this model. Or it might run some layers on purpose, to recompute
+            # statistics for averaged weights.
             is_used = all(_version(layer) != self._versions.get(layer) for layer in layers if _version(layer))
             kinds = {type(layer).__name__ for layer in layers}
             if kinds and is_used:
@@ -194,10 +194,10 @@ _METRIC = re.compile(
     rf"(?<!train.)(?<!training.)\b(?!train)((?:\w+_)?(?:{_NAMES}))\b\W{{1,4}}(?:tensor\(|np\.float\d+\()?\d*\.\d",
     re.IGNORECASE,
 )
-"""The name of a metric and a number, unless the name says that the metric is computed in training."""
+"""Text with a metric's name and value, unless the name says that the metric is computed in training."""
 
 _RANK = re.compile(r"\b(?:rank|process|worker|gpu|device|shard)\b\W{0,3}\d", re.IGNORECASE)
-"""Text that names a rank, so the loop shows that rank's metric on purpose."""
+"""Text that names a rank, which means that the loop shows that rank's metric on purpose."""
 
 
 class DifferentOrders(Check):
@@ -225,8 +225,8 @@ class NeverStepped(Check):
     name = "no_optimizer_steps"
     is_hint = True
 
-    # A loop may only analyse gradients, or combine the gradients of many losses before it steps, so a later step
-    # cancels the hint.
+    # A loop might only analyse gradients, or combine the gradients of many losses before it steps, so a later
+    # step cancels the hint.
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)

@@ -32,7 +32,7 @@ _MAX_LOADERS = 256
 _MAX_OBJECTS = 64  # objects of a dataset to search for generators
 _SOURCES = ("random", "numpy.random", "torch", "a generator in the dataset")
 _ROW = struct.Struct(f"qq{len(_SOURCES)}q")
-"""Seed of the loader, number of the process, digest of each source."""
+"""Seed of the loader, index of the process, digest of each source."""
 
 
 class EqualNoise(Check):
@@ -134,7 +134,7 @@ def _watch_fetches(table: _Table) -> None:
 
 
 def _digests(states: list[tuple[list[int], list[int]]]) -> list[int]:
-    """Return a digest for each source; 0 if not every batch drew from it, or all drew the same numbers."""
+    """Return a digest for each source; 0 if some batches did not draw from it, or all drew the same numbers."""
     digests = []
     for source in range(len(_SOURCES)):
         path = [(before[source], after[source]) for before, after in states]

@@ -19,15 +19,15 @@ from nblaunch.training.checks.check import Check, Prepared, Report, parameters_o
 _NUM_TENSORS = 64
 _NUM_ELEMENTS = 2  # of each tensor
 _NUM_PASSES = 8
-"""Number of backward passes, from the first, in which the check counts how often weights change."""
+"""Number of initial backward passes in which the check counts how often weights change."""
 
 
 class DifferentReplicas(Check):
     """Ranks step with different gradients or weights, so each trains a different model.
 
     Models that the user averages in another way are left out: models with a communication hook, and models in
-    :class:`~nblaunch.LocalSGD` (``left_out``). An optimizer may step a share of the parameters on each rank, as
-    ``ZeroRedundancyOptimizer`` does, so only ranks that step the same parameters are compared.
+    :class:`~nblaunch.LocalSGD` (``left_out``). An optimizer may update only a share of the parameters on each
+    rank, as ``ZeroRedundancyOptimizer`` does, so only ranks that update the same parameters are compared.
     """
 
     name = "replicas_differ"
@@ -155,7 +155,7 @@ def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
 
 
 def elements_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return a few elements of a few of ``tensors``; waits for the device once."""
+    """Return a few elements of a few of the ``tensors``, waiting for the device only once."""
     step = max(1, -(-len(tensors) // _NUM_TENSORS))
     flat = [
         tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _NUM_ELEMENTS)][:_NUM_ELEMENTS]

@@ -15,7 +15,7 @@ _NUM_WINDOWS = 2
 
 
 class ZeroLearningRate(Check):
-    """All groups of an optimizer have a learning rate of 0, and no other optimizer steps with a larger one."""
+    """All groups of an optimizer have a learning rate of 0, and no other optimizer steps with a nonzero one."""
 
     name = "zero_learning_rate"
 

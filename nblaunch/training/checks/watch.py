@@ -54,7 +54,7 @@ class Watch:
     ``NBLAUNCH_CHECKS=off`` turns all checks off; ``NBLAUNCH_CHECKS=-name`` turns off the named checks.
 
     Args:
-        process: counts the steps of optimizers, and sends the observations of checks.
+        process: counts optimizer steps, and sends what the checks observe.
     """
 
     def __init__(self, process: ProcessContext) -> None:
@@ -176,7 +176,7 @@ class Watch:
         self._until = self.due_at + _WINDOW
 
     def _is_at_home(self) -> bool:
-        """Return whether this process made the watch; a worker inherits the notebook's watch."""
+        """Return whether this process created the watch; a worker inherits the notebook's watch."""
         process = self._context()
         return process is not None and process.is_current
 
@@ -192,7 +192,7 @@ class Watch:
             self._call("before_clip", self._prepared, gradients, True)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all checks. Drop a check that fails, because it must not end training."""
+        """Call a method of every check. Drop a check that fails, because it must not end training."""
         for check in list(self._checks):
             try:
                 getattr(check, method)(*arguments)
@@ -207,7 +207,7 @@ _ended: list[Callable[[], None]] = []
 
 
 def _add_hooks(watch: Watch) -> Callable[[], None]:
-    """Make torch call a watch before optimizer steps and before clipping; return a function that ends this."""
+    """Make torch call a watch before optimizer steps and clipping; return a function that stops these calls."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)
