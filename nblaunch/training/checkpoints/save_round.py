@@ -423,12 +423,10 @@ class Participant(_Side):
         """Report to rank 0 that this rank will not join further rounds."""
         self._is_stopping = True
         self._wake.set()
-        # Wake this rank's thread from another thread: this process must exit even if the connection is
-        # blocked.
+        # Wake this rank's thread from another thread: a blocked connection must not keep this process alive.
         ringing = threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True)
         ringing.start()
-        # Before Python 3.14, a thread that returns from C++ while the interpreter shuts down aborts the
-        # process.
+        # Before Python 3.14, a thread that returns from C++ during interpreter shutdown aborts the process.
         deadline_s = time.monotonic() + _STOP_S
         for thread in (self._thread, ringing):
             thread.join(max(deadline_s - time.monotonic(), 0.0))
@@ -455,7 +453,7 @@ class Participant(_Side):
                 self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
-        """If rank 0 is asking, post where this rank is; return whether rank 0 is asking, or is about to."""
+        """Post where this rank is if rank 0 is asking; return whether rank 0 is asking, or is about to."""
         collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
         with self._lock:
             newest = self._thread_mail.read("round", Round)
