@@ -693,7 +693,7 @@ def _differ(operation: str, by_rank: Sequence[Any]) -> str:
     return "nothing was raised"
 
 
-WORDS = "got tensors that don't match on all ranks:"
+WORDS = "got tensors that don't match across ranks:"
 WHOLE, HALF = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float16)
 
 

@@ -251,7 +251,7 @@ def _read_by_two() -> list[Any]:
         warnings.simplefilter("always")
         for batch in loader:
             seen += accelerator.gather_for_metrics(batch).tolist()
-    assert "how many samples filled up the loader's last batch" in str(shown[-1].message)
+    assert "how many samples were added to fill the loader's last batch" in str(shown[-1].message)
     return sorted(seen)
 
 

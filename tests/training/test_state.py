@@ -468,7 +468,7 @@ def test_debug_mode_lists_shapes_of_all_ranks(operation: str) -> None:
     for name, message in ranks.run(_mismatch, 2, operation):
         assert name == "DistributedOperationException"
         assert message == (
-            f"{operation} got tensors that don't match on all ranks:\n"
+            f"{operation} got tensors that don't match across ranks:\n"
             f"  rank 0: {found[0]}\n  rank 1: {found[1]}{'' if operation == 'pad_across_processes' else hint}"
         )
 

@@ -1,4 +1,4 @@
-"""Read the contents of containers in batches and outputs, and copy containers with other contents.
+"""Read the contents of containers in batches and outputs, and copy containers with new contents.
 
 Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys and its
 attributes (``default_factory``, ``maxlen``, attributes of a subclass), whatever its constructor's arguments are,
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class Leaf:
-    """Base class for objects that are leaves although they are dataclasses or sequences."""
+    """Base class for objects that are leaves even though they are dataclasses or sequences."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     """Return a container like ``data`` with ``values`` in place of its children; ``data`` stays unchanged.
 
     Raises:
-        TypeError: the class can't be copied with other contents.
+        TypeError: the container can't be copied with new contents.
     """
     kind = type(data)
     if kind is list:
@@ -71,7 +71,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
 
 
 def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
-    """Return a sequence like ``data`` that contains ``values``, possibly a different number of them."""
+    """Return a sequence of the same kind as ``data`` that contains ``values``; its length may differ."""
     if isinstance(data, tuple):
         return _rebuilt_tuple(data, values)
     if isinstance(data, (list, deque, UserList)):

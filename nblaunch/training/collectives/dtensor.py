@@ -55,8 +55,8 @@ def shard_like(full: Any, like: Any) -> Any:
 def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     """Return a shard with the elements ``held``, for the same part of the full tensor as ``like``.
 
-    ``held`` stays on its device. It may be in host memory although the mesh consists of GPUs, as for offloaded weights
-    and copies for files.
+    ``held`` stays on its device. It may be in host memory even though the mesh consists of GPUs: offloaded
+    weights are, and so are copies that are written to files.
 
     Args:
         like: a shard of the same part.
@@ -65,7 +65,7 @@ def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     """
     from torch.distributed.tensor import DTensor
 
-    # from_local would move the elements to the mesh's devices; FSDP2 creates its own shards this way.
+    # Call the constructor, as FSDP2 does: from_local would move the elements to the mesh's devices.
     meta = like._spec.tensor_meta._replace(dtype=held.dtype)
     spec = dataclasses.replace(like._spec, mesh=mesh or like.device_mesh, tensor_meta=meta)
     return DTensor(held, spec, requires_grad=False)
@@ -96,7 +96,7 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
 
 
 def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply :func:`shard_like` to every tensor of a state dict, by its name."""
+    """Apply :func:`shard_like` to every tensor in a state dict, with the tensor of that name in ``like``."""
     return {
         name: shard_like(value, like.get(name)) if isinstance(value, torch.Tensor) else value
         for name, value in full.items()
@@ -154,9 +154,10 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of shards and full tensors as one vector. A collective over ranks that shard the same tensors.
+    """Return the norm of shards and full tensors, treated as one vector.
 
-    It is computed in at least single precision: in 16 bits, squares of norms overflow, and sums of them are inexact.
+    This is a collective over the ranks that shard the same tensors. The norm is computed in at least single
+    precision: in 16 bits, squares of norms overflow, and sums of them are inexact.
 
     Args:
         norm_type: the p of the norm; infinity for the largest element.

@@ -76,7 +76,7 @@ def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Slot(containers.Leaf):
-    """The place of a tensor in a structure whose other parts are pickled."""
+    """A placeholder for a tensor in a structure whose other parts are pickled."""
 
     position: int
 
@@ -111,7 +111,7 @@ def _items_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
 
 
 def _is_iterable_leaf(data: Any) -> bool:
-    """Return whether ``data`` is an iterable that is not a container, such as a set or an array."""
+    """Return whether ``data`` is iterable but not a container: a tensor, an array or a set, for example."""
     if isinstance(data, torch.Tensor):
         return bool(data.ndim)
     is_leaf = containers.children(data) is None and not isinstance(data, (str, bytes, bytearray))
@@ -137,13 +137,13 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
 
 
 def _is_record(data: Any) -> bool:
-    """Return whether ``data`` has named fields, as a named tuple or a dataclass has."""
+    """Return whether ``data`` has named fields, as a named tuple or a dataclass does."""
     is_sequence = isinstance(data, Sequence)
     return nested.is_namedtuple(data) or (not is_sequence and containers.children(data) is not None)
 
 
 def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: bool) -> Any:
-    """Append the tensors in ``data`` to ``tensors``; return ``data`` with slots for tensors, and with columns."""
+    """Append the tensors in ``data`` to ``tensors``; return ``data`` with ``_Slot`` and ``_Column`` objects."""
     if isinstance(data, torch.Tensor):
         if use_gather_object:
             return _Column(data) if data.ndim else data
@@ -206,7 +206,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _joined(arrays: Sequence[Any]) -> Any:
-    """Return the rows of the arrays of all ranks as one array."""
+    """Return the rows of all ranks' arrays as one array."""
     import numpy as np
 
     try:
@@ -227,8 +227,8 @@ class _Tail:
 
     Args:
         samples: number of real samples.
-        completed: number of samples including padding; in a single process, which adds none, the rows in a full batch.
-            0: unknown.
+        completed: number of samples including padding. A single process adds no padding; there, it is the
+            number of rows in a full batch. 0: unknown.
         num_ranks: number of ranks with different data.
         is_short: whether the batch stayed short, because no samples were added.
     """
@@ -296,7 +296,7 @@ class _Tail:
                 raise self._unclear(f"a {type(value).__name__} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
-        """Return whether ``length`` rows are one per sample; raise ValueError if this is unclear."""
+        """Return whether ``length`` rows mean one row per sample; raise ValueError if this is unclear."""
         if length == self.completed or not self.completed:
             return True
         if self.is_short or length == self.num_ranks:
@@ -309,8 +309,8 @@ class _Tail:
             f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
             f"ranks has {self.samples} samples and {added}. It can drop added samples from tensors with one row per "
             "sample, also in tuples and dicts, and from lists with one item per sample (for a list of tensors or of "
-            "dicts of tensors, set use_gather_object=True). Pass one of these, or use accelerator.gather, which cuts "
-            "nothing, and drop the rows of the added samples yourself"
+            "dicts of tensors, set use_gather_object=True). Pass one of these, or use accelerator.gather, which "
+            "drops nothing, and drop the rows of the added samples yourself"
         )
 
 
@@ -332,8 +332,8 @@ def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     # A shard may complete the last batch.
     if samples < 0 and loader.shard is not None and not _drops_last(loader):
         warn(
-            "it is unknown how many samples filled up the loader's last batch, so the gathered values still "
-            "include them. Use a batch_size and num_workers=0 to drop them."
+            "it is unknown how many samples were added to fill the loader's last batch, so the gathered "
+            "values still include them. Use a batch_size and num_workers=0 to drop them."
         )
     is_whole = samples == loader.completed_rows
     if samples <= 0 or is_whole or (loader.adds_nothing and num_ranks > 1):

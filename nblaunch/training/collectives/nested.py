@@ -16,7 +16,7 @@ from nblaunch.training.collectives.containers import check_independent, children
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return the items of ``generator`` in a sequence of the type of ``obj``, for example a named tuple."""
+    """Return the items of ``generator`` in a sequence of the same type as ``obj``, for example a named tuple."""
     return containers.rebuilt_sequence(obj, list(generator))
 
 
@@ -93,7 +93,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Return ``tensor`` with every leaf that has a ``to`` moved to ``device``; other leaves stay unchanged.
+    """Return ``tensor`` with every leaf that has a ``to`` method moved to ``device``; other leaves stay unchanged.
 
     If an object has its own ``to`` (a tokenizer's batch, a graph, a packed sequence), that method moves the whole
     object, even if it is a mapping or a tuple.
@@ -249,5 +249,5 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the structure that :func:`get_data_structure` described, with tensors of arbitrary contents."""
+    """Return the structure that :func:`get_data_structure` described; its tensors have arbitrary contents."""
     return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)

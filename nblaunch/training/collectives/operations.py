@@ -1,9 +1,9 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type, except for ``pad_across_processes`` and
-the functions for objects. While a rank waits in a collective, the board shows that it waits. In a single process, these
-functions return their argument, except for ``reduce``, which returns a copy. A rank that has not joined its job yet
-joins it in its first collective.
+the functions for objects. While a rank is waiting in a collective, the board shows this. In a single process,
+these functions return their argument, except for ``reduce``, which returns a copy. A rank that has not joined
+its job yet joins it in its first collective.
 
 Collectives that only copy values send tensors as bytes, because process groups differ in the types they support (gloo
 has no bool), but all support bytes, and the result is exact.
@@ -50,7 +50,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def compares_shapes() -> bool:
-    """Return whether collectives first compare the shapes of tensors over ranks, whatever their device."""
+    """Return whether collectives first compare the shapes of tensors across ranks, whatever their device."""
     here = context.current()
     if here.compares_shapes is not None:
         return here.compares_shapes
@@ -78,14 +78,14 @@ def _joins() -> bool:
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate every tensor of ``tensor`` over ranks on dim 0; see ``Accelerator.gather``."""
+    """Concatenate every tensor in ``tensor`` across ranks along dim 0; see ``Accelerator.gather``."""
     if world_size() == 1:
         return tensor
     return _each_tensor("gather", _gather_tensor, tensor)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite every tensor of ``tensor`` with one rank's tensor, and return it; see ``Accelerator.broadcast``."""
+    """Overwrite every tensor in ``tensor`` with one rank's tensor, and return it; see ``Accelerator.broadcast``."""
     size = world_size()
     if not 0 <= from_process < size:
         raise ValueError(f"from_process={from_process} is not a rank; valid values are 0 to {size - 1}")
@@ -95,7 +95,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine every tensor of ``tensor`` over ranks, elementwise; see ``Accelerator.reduce``.
+    """Combine every tensor in ``tensor`` across ranks, elementwise; see ``Accelerator.reduce``.
 
     The default of ``reduction`` is ``"mean"`` here and ``"sum"`` in ``Accelerator.reduce``, as in Accelerate.
     """
@@ -106,7 +106,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor of ``tensor`` to the largest size in ``dim``; see ``Accelerator.pad_across_processes``."""
+    """Pad every tensor in ``tensor`` to the largest size in ``dim``; see ``Accelerator.pad_across_processes``."""
     if world_size() == 1:
         return tensor
     return _each_tensor(
@@ -149,7 +149,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
-    """Broadcast one contiguous tensor of rank 0, known to have the same shape and type on all ranks."""
+    """Broadcast one contiguous tensor from rank 0; its shape and type are known to be equal on all ranks."""
     return _broadcast_tensor(tensor, 0) if world_size() > 1 else tensor
 
 
@@ -173,7 +173,7 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
 def _compares_first() -> bool:
     """Return whether ranks compare their data before they exchange it; the answer is the same on all ranks.
 
-    They compare if gloo exchanges CPU tensors, even if another group exchanges device tensors.
+    They do so if gloo exchanges CPU tensors, even if another backend exchanges device tensors.
     """
     if world_size() == 1:
         return False
@@ -191,7 +191,7 @@ def _check_alike(operation: str, described: str) -> None:
     )
     hint = "" if operation == "pad_across_processes" else _HINT
     raise DistributedOperationException(
-        f"{operation} got tensors that don't match on all ranks:{listing}{hint}"
+        f"{operation} got tensors that don't match across ranks:{listing}{hint}"
     )
 
 
@@ -249,7 +249,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transport_device(device: torch.device) -> torch.device:
-    """Return the device of tensors for the process group: the CPU for gloo, the device itself for others.
+    """Return where a tensor must be for the process group to send it: the CPU for gloo, a device for others.
 
     A group may have both: ``cpu:gloo,tpu:tpu_dist``.
     """
@@ -262,7 +262,7 @@ def _transport_device(device: torch.device) -> torch.device:
 
 
 def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' memory of a contiguous tensor, one after the other, as flat bytes."""
+    """Return the memory of a contiguous tensor on all ranks, one rank after the other, as flat bytes."""
     sent = _as_bytes(tensor)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():

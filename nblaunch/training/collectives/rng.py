@@ -1,4 +1,4 @@
-"""Seed random generators, synchronise their states over ranks, and save these states in checkpoints."""
+"""Seed random generators, synchronise their states across ranks, and save these states in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nblaunch.training.options import RNG_TYPES, check_choice
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
-    """Seed Python's, NumPy's and torch's generators, including the generators of devices.
+    """Seed the generators of Python, NumPy and torch, including the device generators.
 
     Args:
         seed: at least 0.

@@ -1,4 +1,4 @@
-"""The base class of prepared loaders, which wraps the loader that reads the data and keeps the state of its epochs.
+"""The base class of prepared loaders: wraps the loader that reads the data, and keeps the state of the epochs.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 
@@ -174,7 +174,7 @@ class DataLoaderAdapter(Base):
         self._check_stateful("load_state_dict")
         base: Any = self.base_dataloader
         order = state_dict.get(ORDER, {})
-        # A state from the end of an epoch starts a new one. torchdata would draw the order twice to find that out.
+        # A state from the end of an epoch starts a new epoch. torchdata would draw the order twice to notice.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
         progress = _Progress.of({} if is_fresh else state_dict)
@@ -220,7 +220,7 @@ class DataLoaderAdapter(Base):
 
     def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
         order = self._order_state(is_end)
-        # The entry is missing in the first epoch if no generator draws the order.
+        # The entry is missing in the first epoch if the order is not drawn from a generator.
         return {**state, ORDER: order} if any(order.values()) else state
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class DataLoaderAdapter(Base):
 
 @dataclass(frozen=True)
 class _Progress:
-    """The progress through an epoch that a torchdata state records.
+    """The progress through an epoch, as recorded in a torchdata state.
 
     Args:
         batches: number of batches that the loader yielded.
@@ -261,7 +261,7 @@ class _Progress:
 
 
 def _shuffle_buffer_size(dataset: Any) -> int | None:
-    """Return the size of the buffer, in rows, in which a stream of ``datasets`` shuffles; None if it has no buffer.
+    """Return the size, in rows, of the buffer in which a ``datasets`` stream shuffles; None if it has none.
 
     The state of the stream does not include the rows in that buffer.
     """
@@ -296,7 +296,7 @@ def stateful_loader(dataset: Any, **options: Any) -> Any:
     """Return torchdata's loader. Raise ImportError if torchdata is not installed."""
     if not is_installed("torchdata"):
         raise ImportError(
-            "use_stateful_dataloader=True reads with torchdata, which is not installed: pip install torchdata"
+            "use_stateful_dataloader=True requires torchdata, which is not installed: pip install torchdata"
         )
     from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -29,7 +29,7 @@ class DataLoaderDispatcher(PreparedLoader):
     """A loader for which rank 0 reads the data and sends every rank its part.
 
     A round joins one batch per rank; with ``split_batches``, a round is a single batch. If the last round can't be
-    divided evenly, rows of the first round fill it up.
+    divided evenly, it is padded with rows from the first round.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`.
@@ -111,7 +111,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank gets a part. The loader then yields batches of any content as it reads them."""
+        """Whether this process reads only for itself. It then yields all batches, whatever they contain."""
         return operations.world_size() == 1 and self.slice_fn is None
 
     def _hand_out(self) -> Iterator[Any]:
@@ -167,7 +167,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         skipped += self._take_batches_to_drop()
         batches = self._read(shared, 0)
-        # Rows of the epoch's first round fill up the last one, even if this loader starts in the middle.
+        # Rows from the epoch's first round pad the last one, even if this loader starts in the middle.
         dropped = list(islice(batches, min(skipped, self.batches_per_round)))
         head = self._join(dropped)
         batches = islice(batches, skipped - len(dropped), None)
@@ -211,7 +211,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self._resumed_rows = state.get("first_rows", [])
 
     def _note_first_rows(self, head: Any) -> Any:
-        """Return the epoch's first round, and record its first rows for states.
+        """Return the epoch's first round, and store its first rows, which states include.
 
         ``head`` is the first round that this loader has read. If a stream continues from its own state, ``head`` is a
         later round, and the epoch's first rows come from the loaded state.
@@ -228,7 +228,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _needs_first_round(self) -> bool:
-        """Whether rows of the first round fill up the last one, in an order that generators decide."""
+        """Whether a loader that continues the epoch must reread the first round, which pads the last one."""
         owners = [*nested_samplers(index_sampler_of(self)), self.dataset]
         if isinstance(self.dataset, IterableDataset) or any(hasattr(owner, "state_dict") for owner in owners):
             return False
@@ -284,7 +284,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError if a leaf is not a tensor, because every rank would get all of it with its part of the rows."""
+    """Raise TypeError if a leaf is not a tensor: every rank would get all of it with its part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

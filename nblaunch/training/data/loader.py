@@ -150,7 +150,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @contextmanager
     def _epoch(self) -> Iterator[tuple[SharedState, Loop]]:
-        """Begin an epoch, or the rest of one; end it with the block, even if batches are left."""
+        """Begin an epoch, or the rest of one; end it when the block ends, even if batches are left."""
         self.epochs.saved_position = None
         shared = get_shared_state()
         outer = self._loop, self.epochs.start, self.end_of_dataloader, self.remainder
@@ -356,7 +356,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _is_shard_read_here(self) -> bool:
-        """Whether this process reads the shard, rather than the DataLoader's worker processes."""
+        """Whether this process, rather than the DataLoader's worker processes, reads the shard."""
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
@@ -367,7 +367,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._drops_last or not is_known:
             return -1
         if isinstance(self.shard, IterableDatasetShard) and self.num_workers > 1:
-            return -1  # each worker process fills up the last batch of its part
+            return -1  # each worker process pads the last batch of its part
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
 
@@ -390,7 +390,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _is_of_dividing_stream(self) -> bool:
-        """Whether the data is already divided, by the user or the dataset, so that each part may have any length."""
+        """Whether the user or the dataset has already divided the data, into parts of any length."""
         return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
@@ -434,7 +434,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def position(self) -> EpochPosition:
-        """The part of the epoch that all ranks have read, with the current batch; between epochs, the next start."""
+        """How far all ranks have read, with the current batch; between epochs, where the next one starts."""
         return self._begins_at if self._loop is None else self._position_at(self._loop.step)
 
     def _position_at(self, step: int) -> EpochPosition:
@@ -454,7 +454,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.num_workers == 0 and (is_shared_here or self.split_batches)
 
     def rounds(self, number: int) -> EpochPosition:
-        """Return what all ranks together have read once this rank has received ``number`` batches."""
+        """Return how far all ranks together have read when this rank has received ``number`` batches."""
         batches = 1 if self.split_batches else self.num_processes
         return EpochPosition(number * (self.total_batch_size or batches), number * batches)
 
@@ -466,7 +466,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
         """Return a loader for the rest of the epoch. Both loaders read later epochs in full.
 
-        If ``position`` is a whole number of rounds, the same rows fill up the last batch as in an uninterrupted epoch.
+        If ``position`` is a whole number of rounds, the last batch is padded as in an uninterrupted epoch.
         """
         rest = copy.copy(self)  # shares ``epochs``
         rest._loop = None
@@ -571,11 +571,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Number of batches that the reading process reads for one batch of this rank."""
 
     def get_sampler(self) -> Any:
-        """Return the sampler of single indices nested in the batch samplers; None if there is none."""
+        """Return the sampler from which the innermost batch sampler gets its indices; None if there is none."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler of single indices nested in the batch samplers."""
+        """Replace the sampler from which the innermost batch sampler gets its indices."""
         batch_sampler = innermost(index_sampler_of(self))
         if not hasattr(batch_sampler, "sampler"):
             raise TypeError(f"the loader's {type(batch_sampler).__name__} has no sampler to replace")
@@ -590,7 +590,7 @@ def _count_none(batch: Any) -> int:
 
 
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
-    """Return the sampler of single indices nested in a loader's batch samplers; None if there is none."""
+    """Return the sampler from which the innermost batch sampler gets its indices; None if there is none."""
     return sampler_of(index_sampler_of(dataloader))
 
 

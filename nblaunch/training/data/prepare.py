@@ -44,7 +44,7 @@ class LoaderTarget:
         rng_types: generators to synchronise with rank 0 at the start of every epoch. Generators of a shared order are
             always synchronised.
         slice_fn: returns a rank's part of a dispatched batch; None: divide the rows.
-        is_static: fill up the last batch even in a single process, because the device compiles for every new shape.
+        is_static: pad the last batch even in a single process: the device compiles for every new shape.
     """
 
     rank: int = 0
@@ -152,7 +152,8 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: the dataset is divided, but not among the job's ranks; or it knows its rank, so it may be divided.
+        ValueError: the dataset is divided, but not among the job's ranks; or it stores its rank, so it may
+            already be divided.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1

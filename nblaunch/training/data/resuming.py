@@ -1,4 +1,4 @@
-"""Continue in the middle of an epoch: loaders without the first batches, and positions of loaders for checkpoints.
+"""Continue in the middle of an epoch: loaders that skip the first batches; loader positions for checkpoints.
 
 A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
 drawn. Reading the epoch again and skipping the samples already seen yields exactly the remaining samples. An
@@ -39,7 +39,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         dataset: as in :class:`torch.utils.data.DataLoader`.
         skip_batches: number of batches to drop.
         use_stateful_dataloader: read with torchdata.
-        options: more arguments of the loader.
+        options: further arguments for the loader.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     Args:
         dataloader: the loader, prepared or not. It keeps its position, and both loaders can read later epochs.
         num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: all samples
-            before the position in the last loaded checkpoint, which a different number of ranks may have saved; none if
-            it was saved between epochs. An indexed dataset does not load the skipped samples; a stream reads and drops
-            them.
+            before the position in the last loaded checkpoint, which a different number of ranks may have
+            saved; no samples if that checkpoint was saved between epochs. An indexed dataset does not load
+            the skipped samples; a stream reads and drops them.
 
     Raises:
         ValueError: ``num_batches`` is negative.

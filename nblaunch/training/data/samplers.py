@@ -1,4 +1,4 @@
-"""The samplers nested in a loader, from the index sampler to the sampler of single indices; two samplers of nblaunch.
+"""The samplers nested in a loader, from the index sampler to the sampler of single indices, and nblaunch's own.
 
 Ranks share an order because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
 state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler with a
@@ -139,5 +139,5 @@ def innermost(batch_sampler: Any) -> Any:
 
 
 def sampler_of(batch_sampler: Any) -> Any:
-    """Return the sampler of single indices nested in any number of batch samplers; None if there is none."""
+    """Return the sampler from which the innermost batch sampler gets its indices; None if there is none."""
     return getattr(innermost(batch_sampler), "sampler", None)

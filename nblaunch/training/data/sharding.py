@@ -38,9 +38,9 @@ class BatchSamplerShard(BatchSampler):
         process_index: this rank.
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
-        even_batches: fill up the last round with indices from the start of the epoch, repeated if necessary, so
-            that all ranks get the same number of batches of equal size. If the sampler has no ``batch_size``, add whole
-            batches. False: some ranks may get one batch fewer, or a shorter batch.
+        even_batches: pad the last round with indices from the start of the epoch, repeated if necessary, so
+            that all ranks get the same number of batches of equal size. If the sampler has no ``batch_size``,
+            add whole batches. False: some ranks may get one batch fewer, or a shorter batch.
 
     Once an epoch has been read to its end, ``tail_rows`` is the number of real rows in the last global batch; 0 if
     there is no padding. ``completed_rows`` is the number of rows in that batch, including padding.
@@ -132,7 +132,8 @@ class BatchSamplerShard(BatchSampler):
         self.tail_rows = 0
         if self.split_batches:
             return self._iter_parts()
-        # A plain batch sampler cuts up a flat order. Doing that here avoids creating the other ranks' batches.
+        # A plain batch sampler divides a list of indices. Doing that here avoids creating other ranks'
+        # batches.
         is_plain = (
             type(self.batch_sampler) is BatchSampler and self.batch_size == self.batch_sampler.batch_size
         )
@@ -164,8 +165,8 @@ class BatchSamplerShard(BatchSampler):
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
         if order is not None:
-            # At its end, torch's RandomSampler draws one more permutation, which it does not use. Draw it here too, so
-            # that the next epoch has the same order as in a single process.
+            # When it is exhausted, torch's RandomSampler draws one more permutation, which it does not use.
+            # Draw it here too, so that the next epoch has the same order as in a single process.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
@@ -185,7 +186,7 @@ class BatchSamplerShard(BatchSampler):
                 yield batch_round[self.process_index]
 
     def _even(self, batch_round: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """Return a round with a batch for every rank, filled up from the ``first`` round."""
+        """Return a round with a batch for every rank, padded from the ``first`` round."""
         missing = self.num_processes - len(batch_round)
         if self.batch_size is None:  # batches may have any size, so only their number can be made equal
             completed = [*batch_round, *islice(_cycle(first), missing)]
@@ -197,7 +198,7 @@ class BatchSamplerShard(BatchSampler):
         return self._complete(batch_round, self.num_processes, list(chain.from_iterable(first)))
 
     def _iter_parts(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each batch, after filling up a short batch if ``even_batches`` is set."""
+        """Yield this rank's part of each batch, after padding a short batch if ``even_batches`` is set."""
         size, part = self._global_size, self._part_size
         head: list[int] = []
         for batch in self.batch_sampler:
@@ -213,7 +214,7 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
 
     def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
-        """Divide the rows of ``batch_round`` into equal batches; fill up the end with rows of ``head``, in a cycle.
+        """Divide the rows of ``batch_round`` into equal batches; pad the end with repeated rows of ``head``.
 
         Real rows come first, in order, so the padding is everything after the first ``tail_rows`` rows.
         """
@@ -362,9 +363,9 @@ class EpochPosition:
     """The part of an epoch that all ranks together have read.
 
     Args:
-        samples: number of rows, if the loader forms batches from an order. The batch size may then change when the
-            epoch continues.
-        batches: for any other order, number of batches of the user's loader; for a stream without batches, number of
+        samples: number of rows, if torch forms the batches. The batch size may then change when the epoch
+            continues.
+        batches: otherwise, number of batches of the user's loader; for a stream without batches, number of
             items.
     """
 
