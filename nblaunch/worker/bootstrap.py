@@ -218,7 +218,7 @@ class _Worker:
         return 1
 
     def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
-        """Wait at ``error`` until the kernel lets the worker end, or interrupts it."""
+        """Keep the worker at ``error`` until the kernel lets it end, or interrupts it."""
         try:
             with self.interrupts:
                 debugger.wait_at(error)
@@ -323,7 +323,7 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Return what explains ``error``: connections, names, the device. A failure here never hides the error."""
+        """Return evidence for ``error``: connections, names, the device. A failure never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
             of_names = missing_names.explain(error)
@@ -351,7 +351,7 @@ class _Worker:
         self.sender.send(PutUnread(self.assignment.rank, pipes=pipes, has_tensors=has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:
-        """Report a fact for the header of the table from the first rank."""
+        """Report a fact for the table's header, from the first rank only."""
         if self.assignment.rank == 0:
             self.sender.send(Fact(name=name, text=text))
 
@@ -437,7 +437,7 @@ def _has_rejected_arguments(leaving: SystemExit) -> bool:
 
 
 def _end_subprocess(exit_code: int) -> int:
-    """End a forked process that has left the function, without a value and without exit handlers."""
+    """End a forked process that has left the function; return no value and run no exit handlers."""
     print(
         f"process {os.getpid()}, which the function forked, left the function and ends here. The rank returns the "
         "worker's value. End forked processes with os._exit(0).",

@@ -75,7 +75,7 @@ class Debugger:
         threading.Thread(target=self._serve, name="nblaunch-debugger", daemon=True).start()
 
     def wait_at(self, error: BaseException) -> None:
-        """Wait at ``error``, which ended the function, until the kernel releases the worker.
+        """Keep the worker at ``error``, which ended the function, until the kernel releases it.
 
         Raises:
             KeyboardInterrupt: the launcher ends the job.
@@ -134,9 +134,10 @@ class Debugger:
                 self._reply(command)
 
     def _debug(self, terminal: _Terminal) -> None:
-        """Run pdb at the failure or at the function's current line. Pdb can't step, because neither frame continues.
+        """Run pdb at the failure or at the function's current line.
 
-        If a command of pdb raises an exception, pdb ends, and the cell in which the command was typed shows the error.
+        Pdb can't step, because neither frame will resume. If a pdb command raises an exception, pdb ends, and
+        the cell in which the command was typed shows the error.
         """
         try:
             traceback = self._traceback

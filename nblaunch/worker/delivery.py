@@ -3,8 +3,8 @@
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
     (if the user interrupted the function: ──> Interrupted ──> the states in the same way)
 
-Once every rank has sent ``Returned``, the job has its result. A failure to send the weights, such as a lack of memory
-or an error in ``state_dict()``, does not affect this result.
+Once every rank has sent ``Returned``, the job has its result. If sending the weights fails, for example
+because memory runs out or ``state_dict()`` raises an error, this result is unaffected.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Delivery:
         parameters += [parameter for module in modules for parameter in module.parameters()]
         return (
             any(is_sharded(parameter) or hasattr(parameter, "ds_id") for parameter in parameters)
-            # The parameters of an FSDP module may be gathered at the moment.
+            # The parameters of an FSDP module may currently be gathered.
             or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 

@@ -1,7 +1,8 @@
 """The ``Failed`` event for an exception that the user's function raised.
 
 The event contains the exception's text and frames, and the exception itself if ``wire/exceptions.py`` can pickle it.
-``is_consequence`` says whether it looks like the loss of another rank; ``diagnosis/root_cause.py`` uses this.
+``is_consequence`` says whether the exception looks like the result of losing another rank;
+``diagnosis/root_cause.py`` uses this.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from nblaunch.worker.frames import texts_of_variables
 
 _MAX_FRAMES = 60
 _MAX_WITH_VARIABLES = 5
-"""How many of the user's frames have their variables."""
+"""Maximum number of the user's frames whose variables are included."""
 
 _MAX_PARTS = 20  # exceptions of a group
 _MAX_FORMATTED_FRAMES = 2000
-"""Largest number of frames. Only the last frames of a longer traceback are formatted, because Python takes seconds to
-format a runaway recursion.
+"""Maximum number of frames. Only the last frames of a longer traceback are formatted, because Python takes
+seconds to format a runaway recursion.
 """
 
 _KEPT_CHARACTERS = 8000
@@ -50,11 +51,11 @@ _CONNECTION_WORDS = (
     "broken pipe",
     "socket timeout",
 )
-"""Messages of the system, which can also come from the user's own connections."""
+"""System error messages that the user's own connections can also cause."""
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""Longest time that a process needs to end after its files are closed."""
+"""Maximum time that a process needs to end after its files are closed."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
@@ -155,10 +156,10 @@ def _qualified_name(cls: type) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return whether the error, or a cause of it, looks like the loss of another rank."""
+    """Return whether the error, or one of its causes, looks like the result of losing another rank."""
     chain = list(chain_of(error))
-    # Errors of collectives come from C++ without an OSError as their cause. Errors of the user's connections have
-    # such a cause.
+    # Errors from collectives come from C++ without an OSError as their cause. Errors from the user's
+    # connections have such a cause.
     is_own = any(isinstance(cause, OSError) for cause in chain)
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
     return any(_is_collective_error(cause, words) for cause in chain)

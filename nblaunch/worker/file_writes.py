@@ -1,13 +1,13 @@
 """Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
 Each save to a path (``span_hooks.py``), and each ``open`` that empties a file, is an
-:class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
-collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
-out: a write counts only if every library between the user's line and the call writes what the user passes to it.
-Writes by a process that holds a lock are left out as well.
+:class:`~nblaunch.events.Observation`. Ranks race if they write to the same file at the same point in the
+program, with no collective and no optimizer step between the writes. Files that a library writes for itself,
+such as a cache, are left out: a write counts only if every library between the user's line and the call
+writes what the user passes to it. Writes by a process that holds a lock are left out as well.
 
-A file that ``open`` empties reports a checksum of its contents when it is closed. If all ranks write the same data, the
-contents of the file do not depend on timing.
+When a file that ``open`` has emptied is closed, a checksum of its contents is reported. If all ranks write
+the same data, the contents of the file do not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.wire.board import Slot
 CHECK = "same_file"
 
 _MAX_NOTED = 256
-"""Largest number of files that a rank reports, so that a function that writes thousands of files stays fast."""
+"""Maximum number of files that a rank reports; a function that writes thousands of files stays fast."""
 
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
@@ -51,8 +51,8 @@ _OPENERS = frozenset(
         "zipfile",
     }
 )
-"""Top-level packages that open files for what the user passes to them. Transformers also opens its own files, so it is
-left out."""
+"""Top-level packages that open files only to write what the user passes to them. Transformers also opens
+files of its own, so it is left out."""
 
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
 """Modules that bind ``open``, each with the name that it uses. Cells use IPython's."""
@@ -156,7 +156,7 @@ def _replace(module: Any, *, name: str, opener: _Opener) -> None:
 
 
 class _Opener:
-    """Acts as ``open`` and reports the files that it empties.
+    """Behaves like ``open``, and reports the files that it empties.
 
     It is not a function, because a function that a class has as an attribute would become a method.
     """

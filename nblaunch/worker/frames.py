@@ -27,7 +27,7 @@ _SECRET = re.compile(
     r"|(api|access|account|private|service|wandb)_?key|(^|_)pass$",
     re.IGNORECASE,
 )
-"""Names of variables and keys of dictionaries whose strings may be secret."""
+"""Names of variables, and dictionary keys, whose values may be secret if they are strings."""
 _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[a-z]-)\w|://[^/\s]*:[^/\s]*@")
 """Strings that are secret under any name: keys of well-known services, and addresses with a password."""
 
@@ -94,7 +94,7 @@ def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> Fra
 
 
 def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
-    """Return the names and texts of a frame's local variables: a short literal, or else a description.
+    """Return the names of a frame's local variables, each with a short literal or else a description.
 
     Values with strings that may be secret are left out.
     """
@@ -180,7 +180,7 @@ def _without_names_of_ipython(variables: Mapping[str, Any], is_module: bool) -> 
 def _items(variables: Any) -> Iterable[tuple[Any, Any]]:
     """Return the items of a frame's variables.
 
-    In the body of a class, keys may have any type, and the mapping may be of a user's class.
+    In the body of a class, keys may have any type, and the mapping may be an instance of a user's class.
     """
     kind = type(variables)
     if issubclass(kind, dict):
@@ -189,8 +189,7 @@ def _items(variables: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:
-    """Return aspects of a value that ranks can compare: the form of a tensor, but never the contents of device
-    memory.
+    """Return properties of a value that ranks can compare: a tensor's form, but no contents of device memory.
 
     Reading device memory would wait for the device, which may wait for another rank.
     """

@@ -197,8 +197,9 @@ class _Renewed:
         name: name of the attribute.
         worker: name of this process.
         renew: recomputes all attributes of an object that belong together.
-        evidence: attributes, at least one of which an object has if another process created it. If this is empty, all
-            objects are treated in this way, because their class computes the attribute on first use.
+        evidence: attributes that show that another process created an object; such an object has at least one
+            of them. If this is empty, all objects are treated in this way, because their class computes the
+            attribute on first use.
     """
 
     def __init__(self, name: str, worker: str, renew: Callable[[Any], None], evidence: Sequence[str]) -> None:

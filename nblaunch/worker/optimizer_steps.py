@@ -121,7 +121,10 @@ class OptimizerSteps:
         module.register_optimizer_step_post_hook(end)
 
     def _is_nested(self, optimizer: Any) -> bool:
-        """Return whether the step that begins is part of another optimizer's step. Called by the hook before a step."""
+        """Return whether the step that is beginning is part of another optimizer's step.
+
+        Called by the hook before a step.
+        """
         # Look at the frames, because a step that raised an exception stays marked as active.
         return self._active is not optimizer and _is_in_step(sys._getframe(3))
 

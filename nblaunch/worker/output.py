@@ -1,7 +1,8 @@
 """Output of a worker: printed text goes to the log file, IPython displays go to the launcher's cell.
 
-Output is captured at the level of descriptors, and the launcher reads the file as it grows. With a file instead of a
-pipe, a busy or absent notebook never makes a worker wait, and output survives a crash of the worker or the kernel.
+Output is captured at the descriptor level, and the launcher reads the file as it grows. With a file instead
+of a pipe, a busy or absent notebook never makes a worker wait, and output survives a crash of the worker or
+the kernel.
 
 A forked worker has the kernel's IPython shell. A fresh worker of a kernel gets its own small shell, because
 ``display`` and matplotlib's inline backend need one.
@@ -122,7 +123,8 @@ def capture(log_path: str) -> None:
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 
-    # Native code buffers printf and std::cout in blocks for a file, and os._exit would lose the last block.
+    # If output goes to a file, native code buffers printf and std::cout in blocks, and os._exit would lose
+    # the last block.
     _setvbuf(_c_stdout, None, _LINE_BUFFERED, 0)
 
 
@@ -131,8 +133,8 @@ def renew_buffers() -> None:
 
     The fork copies a buffer with data that the worker will write itself. It also copies the buffer's lock, which
     stays locked forever if a thread of the worker was writing (source:
-    https://github.com/python/cpython/issues/50970). Streams and buffers are renewed in place, because log
-    handlers hold the streams.
+    https://github.com/python/cpython/issues/50970). Streams and buffers are reset in place, because log
+    handlers hold references to the streams.
     """
     for stream, buffer, raw in _outputs:
         buffer.__init__(raw)  # type: ignore[misc]
@@ -140,7 +142,7 @@ def renew_buffers() -> None:
 
 
 def flush() -> int:
-    """Flush the streams, including those that the user's code has put in place of the outputs.
+    """Flush the streams, including any that the user's code has substituted for the standard outputs.
 
     Returns:
         The number of bytes lost since the start because the disk was full.

@@ -33,7 +33,7 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 _BEGIN_S = 0.05
-"""Time until an interrupt outside the function is sent again. Meanwhile, the function begins or its block ends."""
+"""How long an interrupt outside the function is held: until the function has begun or its block is over."""
 
 
 class FunctionBounds:
@@ -88,8 +88,8 @@ class Interrupts:
     never interrupts the worker's own code. An interrupt during an optimizer step is raised when the step ends
     (``optimizer_steps.py``). The object must be created in the main thread, and handles SIGINT from then on.
 
-    This class does not use ``contextmanager``, which sets an attribute of passing exceptions; a user's exception may
-    not allow that.
+    This class does not use ``contextmanager``, which sets an attribute on exceptions that pass through it; a
+    user's exception may not allow that.
 
     Args:
         slot: slot of the worker.
@@ -135,7 +135,7 @@ class Interrupts:
 
 
 class ChildHandler:
-    """The SIGCHLD handler of the user's code, installed only inside ``with handler:``, around that code.
+    """The user code's SIGCHLD handler, which ``with handler:`` installs only while that code runs.
 
     torch's data loaders install a handler that raises an error when one of their processes dies. Outside the block, the
     error would interrupt the worker's own code, for example while the worker reports that failure.
@@ -259,12 +259,12 @@ def watch_faults(stacks_path: str) -> None:
     """Write all Python stacks to a file on a crash, and the main thread's stack when the launcher requests it by
     signal.
 
-    Python answers the first signal between two of its instructions. If no reply comes, the launcher sends a second
-    signal, which faulthandler answers. faulthandler works even while the interpreter is blocked in C code, when a
-    stack is most useful. But it takes no lock and may crash the process if frames change in the meantime (Python 3.11
-    keeps a frame in its list while it frees the frame's code). For that reason Python is asked first, and only the
-    thread that the signal interrupts is read. The system chooses the main thread, which runs the function
-    (kernel/signal.c, ``complete_signal``).
+    Python handles the first signal between two of its instructions. If no reply comes, the launcher sends a
+    second signal, which faulthandler handles. faulthandler works even while the interpreter is blocked in C
+    code, which is when a stack is most useful. But it takes no lock and may crash the process if frames
+    change in the meantime (Python 3.11 keeps a frame in its list while it frees the frame's code). For that
+    reason, Python is asked first, and only the stack of the thread that the signal interrupts is read. The
+    system chooses the main thread, which runs the function (kernel/signal.c, ``complete_signal``).
     """
     # The descriptor must stay open, because faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -285,7 +285,7 @@ def _answer_with_stack(fd: int) -> None:
 def watch_faults_of_subprocess() -> None:
     """Let a process that was forked from the worker write its stacks to the log.
 
-    The rank's own file for stacks is left to the rank.
+    Only the rank itself writes to its file for stacks.
     """
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)

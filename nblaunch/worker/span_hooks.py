@@ -24,7 +24,7 @@ from nblaunch.wire.board import Slot
 from nblaunch.wire.spans import SpanKind, SpanWriter
 
 Begin = Callable[[Any, FrameType], None]
-"""Receives the file, or None if the call names none, and the frame that saves."""
+"""Called with the file, or None if the call names none, and the frame that saves."""
 
 _SHORTEST_S = 1e-3  # shortest garbage collection that is recorded; most take microseconds
 

@@ -7,7 +7,7 @@
     cfg.merge({"lr": 0.1})             an object in one of the user's modules, see ``used_objects.py``
 
 A forked worker has the kernel's modules. A fresh process imports them, and would silently compute with their original
-values. The text of the cells shows what they have changed; the values are read from the modules at the launch.
+values. The text of the cells shows what they have changed; the values are read from the modules at launch.
 
 Plain values are sent (``plain_values.py``). A note names other values that a cell has assigned.
 """
@@ -53,7 +53,7 @@ class _StateOfThread(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
-    """Return what cells have changed, with the current values, and a text for each change that can't be sent.
+    """Return what cells have changed, with current values, and a message for each change that can't be sent.
 
     Args:
         sources: the text of the cells.
@@ -126,7 +126,7 @@ def _set_state_of_thread(present: Any, value: Any) -> None:
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle a value; if it sets a notebook variable that the call has also sent, keep the call's object."""
+    """Unpickle a value; if this replaces variables of the notebook that the call has set, restore them."""
     names = vars(sys.modules["__main__"])
     before = dict(names)
     value = pickle.loads(content)
@@ -135,7 +135,7 @@ def _load(content: bytes) -> Any:
 
 
 def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | None:
-    """Return the attribute that a path from the notebook's names leads to, and its value.
+    """Return the attribute at the end of a path that starts with a name in the notebook, and its value.
 
     Return None if the attribute does not belong to a module or a module's class. The attribute itself must exist,
     because the cell may assign it in a function that has not run. Properties of a module, such as torch's flags, are

@@ -1,4 +1,4 @@
-"""Reads from the text of a cell which objects the cell may have changed."""
+"""Determines from a cell's text which objects the cell may have changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Named(NamedTuple):
 
 
 class CellText(NamedTuple):
-    """The expressions of a cell that may change what they name.
+    """The expressions in a cell that may change the objects that they name.
 
     Args:
         assigned: paths of attributes that the cell assigns or deletes, and whether it changes their content instead.
@@ -182,7 +182,7 @@ class Condition(NamedTuple):
 
 
 def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the code of ``%%time`` or ``%time``, from the call into which IPython turns the magic."""
+    """Yield the code of ``%%time`` or ``%time``, taken from the call that IPython turns the magic into."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAGICS:
         for argument in node.args[1:]:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -191,7 +191,7 @@ def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def values_on(path: Path) -> list[Any]:
-    """Return the value of each part of a path from the notebook's names, up to the first that does not exist.
+    """Return the value of each part of a path that starts in the notebook, until a part does not exist.
 
     No property is called.
     """
@@ -210,7 +210,7 @@ def values_on(path: Path) -> list[Any]:
 
 
 def value_at(path: Path) -> Any:
-    """Return the value of a path from the notebook's names; None if it has none."""
+    """Return the value at the end of a path that starts in the notebook; None if the path does not exist."""
     values = values_on(path)
     return values[-1] if values and len(values) == len(path) else None
 

@@ -43,7 +43,7 @@ def remember() -> None:
 
 
 def watch(*, is_forked_here: bool = False) -> None:
-    """Have ``subprocess`` report the true state of the kernel's programs in this process.
+    """Make ``subprocess`` in this process report the true state of the programs that the kernel started.
 
     Args:
         is_forked_here: whether this process was forked from a worker, which may have started programs itself.

@@ -6,9 +6,9 @@ reaches only one of them, so a rank may get the reply to another rank's request.
 HTTP clients and log handlers keep connections open for later requests. Each rank opens its own instead, whatever
 program is at the other end. If a rank used an encrypted connection of the kernel, the kernel's next request would fail.
 
-The first rank of this machine keeps the kernel's other connections, such as those to databases. For the other ranks,
-these connections look as if the other side had closed them. Clients with connection pools then reconnect; others raise
-an error that names the connection.
+The first rank of this machine keeps the kernel's other connections, such as those to databases. To the other
+ranks, these connections look as if the other side had closed them. Clients with connection pools then
+reconnect; others raise an error that names the connection.
 
 Connections to the kernel itself and to programs that it has started stay shared, because these include services that
 expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the
@@ -56,7 +56,7 @@ def leave_to_first_rank(connections: Sequence[Connection]) -> frozenset[Identity
 
 
 def explain(error: BaseException, connections: Sequence[Connection], rank: int) -> tuple[str, ...]:
-    """Return a sentence that names closed ``connections`` if an error seems to come from the use of one of them."""
+    """Return a sentence that names closed ``connections`` if an error seems to come from using one."""
     if not connections or not _ABOUT_CONNECTIONS.search(f"{type(error).__name__}: {error}"):
         return ()
     places = list(dict.fromkeys(connection.place for connection in connections))

@@ -6,7 +6,7 @@
                               └── flush: flushes its buffers
 
 Files open only for writing keep the shared position, because ranks would otherwise overwrite each other. Pipes,
-sockets and terminals can't be reopened and stay shared.
+sockets and terminals can't be reopened, so they stay shared.
 
 A data loader's processes inherit their rank's positions, and get their own positions in the same way.
 """

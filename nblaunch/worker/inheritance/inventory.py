@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Treatment(Enum):
-    """The extent to which a worker gets a kind of state."""
+    """How much of a kind of state a worker gets."""
 
     KEPT = "kept"
     """As in the kernel."""
@@ -29,7 +29,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Way:
-    """The treatment of a kind of state under one start method.
+    """How one start method treats a kind of state.
 
     Args:
         treatment: the outcome in one word.
@@ -95,7 +95,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "folders",
         fork=Way(
-            Treatment.RENEWED, "a listing that the kernel has started continues on each rank independently"
+            Treatment.RENEWED,
+            "a listing (`os.scandir`) that the kernel has started continues on each rank independently",
         ),
         fresh=Way(Treatment.REJECTED, f"an unfinished listing {_NOT_PICKLED}"),
     ),
@@ -189,8 +190,8 @@ KINDS: tuple[Kind, ...] = (
             Treatment.KEPT,
             "`random`, NumPy's global generator and torch's CPU generator start from the kernel's states, which are "
             "the same on all ranks and in each attempt; the kernel then advances its own, so the next launch draws "
-            "other numbers. Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the next "
-            "launch draws the same numbers again",
+            "different numbers. Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the "
+            "next launch draws the same numbers again",
         ),
         fresh=Way(
             Treatment.KEPT,
@@ -210,10 +211,10 @@ KINDS: tuple[Kind, ...] = (
         "variables of the notebook",
         fork=Way(
             Treatment.NOTED,
-            "each worker has its own copy. Weights of modules come back; other changes do not. A note names "
-            "containers, arrays and tables that the function has filled, as in `losses.append(loss)`, attributes that "
-            "it has set to a result, averages of weights, parameters outside of modules, modules outside of `args`, "
-            "and variables that it has assigned",
+            "each worker has its own copy. The weights of modules come back; other changes do not. A note names "
+            "what is lost: containers, arrays and tables that the function has filled, as in `losses.append(loss)`, "
+            "attributes that it has set to a result, averages of weights, parameters outside modules, modules "
+            "outside `args`, and variables that it has assigned",
         ),
         fresh=Way(
             Treatment.NOTED,
@@ -226,10 +227,10 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "attributes that a cell has assigned, such as `config.lr = 0.1`, `Config.width = 8` or "
-            "`torch.nn.functional.gelu = my_gelu`; in your modules also dictionaries, lists, sets, settings objects "
-            "and global variables that calls from cells may have changed, such as `cfg.merge(...)` or "
-            "`config.set_lr(0.1)`. A note names assigned values that can't be sent. If a model is a global variable "
-            "of one of your modules, each worker creates it again; pass the model as an argument instead",
+            "`torch.nn.functional.gelu = my_gelu`. In your modules, this also covers dictionaries, lists, sets, "
+            "settings objects and global variables that calls from cells may have changed, such as `cfg.merge(...)` "
+            "or `config.set_lr(0.1)`. A note names assigned values that can't be sent. If a model is a global "
+            "variable in one of your modules, each worker creates it again; pass the model as an argument instead",
         ),
     ),
     Kind(
@@ -237,11 +238,12 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(
             Treatment.KEPT,
-            "calls and decorators of cells that register functions or classes of the notebook, such as "
-            "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, and items of a "
-            "library's dictionary, such as `ACT2FN['mine'] = Mine`, are repeated in each worker once it has imported "
-            "the library; a note names registrations whose arguments can't be sent. Registrations by a function that "
-            "a cell calls are lost: call that function inside the launched function as well",
+            "if a cell registers one of the notebook's functions or classes, each worker repeats this once it "
+            "has imported the library. The cell may do so in a call or decorator, such as "
+            "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, or by setting "
+            "an item in a library's dictionary, such as `ACT2FN['mine'] = Mine`. A note names registrations whose "
+            "arguments can't be sent. Registrations made inside a function that a cell calls are lost: call that "
+            "function inside the launched function as well",
         ),
     ),
     Kind(
@@ -323,7 +325,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "Python profilers",
         fork=Way(
-            Treatment.DROPPED, "`%prun` and `cProfile` measure only the kernel; other profilers continue"
+            Treatment.DROPPED,
+            "`%prun` and `cProfile` measure only the kernel; other profilers continue in the workers",
         ),
         fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
@@ -375,8 +378,8 @@ KINDS: tuple[Kind, ...] = (
         "locks",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy. The launcher briefly waits for threads that hold a lock; within seconds, "
-            "a note names a wait for a lock that a thread of the kernel still holds",
+            "each worker gets a copy. The launcher briefly waits for threads that hold a lock; if a worker "
+            "waits for a lock that a thread of the kernel still holds, a note says so within seconds",
         ),
         fresh=Way(Treatment.REJECTED, "a lock can't be pickled, and an error names the variable"),
     ),

@@ -1,9 +1,9 @@
 """Removes from a worker what belongs to the kernel alone: exit handlers, interactive mode, ``input()``, messages to
 the front end, open figures, child processes, torch's process group.
 
-A fork copies all of these, but neither threads nor the other ends of sockets. A fresh interpreter has some of them
-once the call is loaded. Only libraries that have been imported are reset, to the state that they have in a process
-that was started on its own. ``libraries.py`` also changes libraries that are imported later.
+A fork copies all of these, but not the threads or the other ends of sockets. A fresh interpreter has some of
+them once the call is loaded. Only libraries that have been imported are reset, to the state that they have in
+a process that was started on its own. ``libraries.py`` also changes libraries that are imported later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 
 def _renew_in_child() -> None:
-    """Renew what a process forked by the function inherits from this worker."""
+    """Adapt what a process that the function forked inherits from this worker: child processes and pools."""
     child_processes.watch(is_forked_here=True)
     pools.renew_at_use()
 
@@ -146,7 +146,7 @@ def _reject_input() -> None:
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
-    """Redirect log handlers that hold the kernel's streams, where a write takes milliseconds and shows no rank."""
+    """Redirect log handlers that hold the kernel's streams, where writes are slow and name no rank."""
     for stream in streams:
         # IPython 9 records a cell's output with a method of the stream object. There may be no stream at all.
         getattr(stream, "__dict__", {}).pop("write", None)
@@ -176,7 +176,7 @@ def _drop_kernel_messages() -> None:
 
 
 def _send_nothing(*args: object, **kwargs: object) -> None:
-    """Replace the ``send`` of Jupyter's message session, which also returns None in a fork."""
+    """Replace the ``send`` of Jupyter's message session. The original also returns None in a fork."""
 
 
 def _kernel() -> Any:
@@ -208,8 +208,8 @@ def _forget_figures() -> None:
 def _stop_profiler() -> None:
     """Stop ``cProfile``, which ``%prun`` starts: it slows the function down, and its measurements would be lost.
 
-    Since Python 3.12, no profiler of the function could start while ``cProfile`` runs. Other profilers continue in
-    forks.
+    Since Python 3.12, the function could not start its own profiler while ``cProfile`` is running. Other
+    profilers continue in forks.
     """
     profiler: Any = sys.modules.get("_lsprof")
     if profiler is None:
@@ -223,7 +223,7 @@ def _stop_profiler() -> None:
 
 
 def _disown_processes() -> None:
-    """Disown the kernel's pools and data loaders, which ``multiprocessing`` would end at this worker's exit.
+    """Disown the kernel's pools and data loaders; otherwise ``multiprocessing`` ends them at exit.
 
     ``multiprocessing`` does the same in a child that it forks (``BaseProcess._bootstrap``).
     """

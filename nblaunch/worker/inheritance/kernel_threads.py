@@ -4,7 +4,7 @@ A ``QueueHandler`` passes log records to the thread of a ``QueueListener``; a wo
 record. ``join()`` of any other thread returns at once in a worker, because Python marks the threads that a fork
 leaves behind as ended. A note says so.
 
-The launcher detects workers that wait for such a thread in other ways (``diagnosis/deadlock.py``).
+The launcher uses other ways to detect workers that wait for such a thread (``diagnosis/deadlock.py``).
 """
 
 from __future__ import annotations

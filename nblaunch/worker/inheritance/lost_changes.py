@@ -49,16 +49,16 @@ _FOR_ITSELF = re.compile(
 
 _NO_VALUE = object()
 _LOST = (
-    "the function changes {names} in its worker only, and the notebook's variables keep their values. Return the new "
+    "the function changes {names} only in its worker, and the notebook's variables keep their values. Return the new "
     "values from the function"
 )
 _OUTSIDE = (
-    "the function changes {names} in its worker only, because only modules in args come back. To get the new weights, "
+    "the function changes {names} only in its worker, because only modules in args come back. To get the new weights, "
     "pass {them} as an argument"
 )
 _STEPPED = (
-    "the function steps {names} in its worker only, and the notebook's optimizers keep their states, without the new "
-    "moments and learning rates. {advice}"
+    "the function steps {names} only in its worker: the notebook's optimizers keep their old states and do not "
+    "get the new moments and learning rates. {advice}"
 )
 IN_A_LAUNCH = "To continue training with another launch, pass sync_optimizers=True"
 IN_A_SESSION = (
@@ -112,10 +112,10 @@ class Changes:
         self._modules = finder.modules
 
     def describe(self, returned: Any) -> list[str]:
-        """Return sentences about the changes that the kernel does not get.
+        """Return sentences about the changes that do not reach the kernel.
 
         Args:
-            returned: the function's value, which the kernel gets.
+            returned: the function's value, which is sent to the kernel.
         """
         kept = _kept_in(returned)
         texts = []
@@ -149,7 +149,7 @@ _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, deque)
 
 
 def _assigned(function: FunctionType) -> Iterator[_Variable]:
-    """Yield the variables outside of a function that it assigns."""
+    """Yield the variables outside a function that it assigns."""
     stored = set(_stored(function.__code__))
     names = {name for operation, name in stored if operation == "STORE_GLOBAL"}
     for name in sorted(names):
@@ -232,7 +232,7 @@ def _hooks(value: Any) -> Iterator[Any]:
 
 
 class _Finder:
-    """Finds variables that may keep values, each once.
+    """Finds the variables that may keep values, and yields each once.
 
     Args:
         is_forked: as in :class:`Changes`.

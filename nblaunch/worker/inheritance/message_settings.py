@@ -20,7 +20,7 @@ from nblaunch.wire.pickling import payload
 
 
 class WarningFilter(NamedTuple):
-    """A filter of warnings, with its category by name.
+    """A warning filter whose category is given by name.
 
     Args:
         action: an action such as ``"ignore"``.
@@ -58,7 +58,7 @@ def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
 
 
 def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
-    """Return the current filters that other code has added, such as a library at import."""
+    """Return the current filters that other code has added, for example a library at its import."""
     return [each for each in read_warning_filters() if each not in filters]
 
 
@@ -103,7 +103,7 @@ class LoggerSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """The settings of all loggers of a process.
+    """The settings of all loggers in a process.
 
     Args:
         loggers: the loggers that have a setting.
@@ -148,7 +148,7 @@ def _name_of_kernel() -> str | None:
 
 
 def write_loggers(settings: LoggerSettings) -> None:
-    """Apply these settings to the loggers of this process; set a library's loggers once the library is imported."""
+    """Apply these settings to the loggers of this process; set a library's loggers after its import."""
     logging.disable(settings.disabled_level)
     logging.captureWarnings(settings.captures_warnings)
     for setting in settings.loggers:
@@ -177,7 +177,7 @@ _STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
 
 @dataclass(frozen=True)
 class _HandlerRecipe:
-    """A recipe to create a handler like the kernel's in a process whose streams differ.
+    """A recipe for creating a handler like the kernel's in a process whose streams differ.
 
     Args:
         stream: name in ``sys`` of the handler's stream; "" if it writes to a file.

@@ -43,7 +43,7 @@ def places_of_this_process() -> dict[str, Place]:
 
 
 def find_at(places: Mapping[str, Place]) -> None:
-    """Import these modules from their places, in this process and in processes that ``multiprocessing`` starts here."""
+    """Import modules from their ``places``, here and in processes that ``multiprocessing`` starts here."""
     if not places:
         return
     sys.meta_path.insert(0, _Finder(places))
@@ -87,7 +87,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _place(name: str, module: Any) -> Place | None:
-    """Return the place of a user's loaded module; None for other modules, and if there is no file."""
+    """Return the place of a user's loaded module; None for other modules, and for modules without a file."""
     spec = getattr(module, "__spec__", None)
     if not isinstance(module, ModuleType) or not isinstance(spec, ModuleSpec) or spec.name != name:
         return None

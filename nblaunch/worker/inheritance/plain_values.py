@@ -1,4 +1,4 @@
-"""Values of modules that a copy can replace, and how a worker adopts the copies.
+"""Module-level values that a copy can replace, and how a worker adopts the copies.
 
 Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are also plain:
 namespaces, data classes, a user's settings. A model is not plain, because a copy would differ from the model that
@@ -58,12 +58,12 @@ def has_own_class(value: Any) -> bool:
     """
     try:
         return value.__class__ is type(value)
-    except Exception:  # for example, werkzeug's request outside of a request
+    except Exception:  # for example, werkzeug's request outside a request
         return False
 
 
 def is_changeable(value: Any) -> bool:
-    """Return whether code can change a value without assigning it: a container, an object, state of a thread."""
+    """Return whether a value can change without an assignment: a container, an object, a thread's state."""
     if not has_own_class(value):
         return False
     if isinstance(value, (ContextVar, threading.local, *_CONTAINERS)):
@@ -78,10 +78,10 @@ def take_over(present: Any, value: Any) -> bool:
 
     Args:
         present: the object.
-        value: the copy, in place of which the object is used.
+        value: the copy; the object is used in its place.
 
     Returns:
-        Whether the object could be changed.
+        Whether the object now has the content.
     """
     return _take_over(present, value, set())
 
@@ -155,7 +155,8 @@ def _parts(value: Any) -> Sequence[Any] | None:
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object that only holds values; None for other objects.
 
-    A class that customizes pickling decides what belongs to its objects, and a class in C may hold memory of its own.
+    A class that customizes pickling decides what belongs to its objects, and a class implemented in C may
+    hold memory of its own.
     """
     kind: Any = type(value)
     if not all(base in _BASES or base.__flags__ & _IS_MADE_AT_RUN_TIME for base in kind.__mro__):
@@ -181,7 +182,7 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_constant_of_library(value: Any) -> bool:
-    """Return whether a value is an array, or a tensor, type or device of torch, that no optimizer changes."""
+    """Return whether a value is an array, or a torch tensor, dtype or device, that no optimizer changes."""
     kind = type(value)
     if kind.__module__ not in ("torch", "numpy"):
         return False

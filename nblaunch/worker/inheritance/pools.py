@@ -1,17 +1,17 @@
-"""Lets workers use pools of the standard library, loky and joblib, and data loaders, that the kernel has created.
+"""Lets workers use the kernel's data loaders, and its pools from the standard library, loky and joblib.
 
-A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool whose
-bookkeeping lists threads starts no new ones, so its first task would wait forever. nblaunch therefore recreates a
-pool when a worker first uses it, with the same arguments, and in place, because other objects may refer to it. The
-kernel's tasks stay in the kernel.
+A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool
+starts no new threads if its bookkeeping already lists some, so its first task would wait forever. nblaunch
+therefore recreates a pool when a worker first uses it, with the same arguments. It does so in place, because
+other objects may refer to the pool. The kernel's tasks stay in the kernel.
 
 A data loader with ``persistent_workers`` keeps its iterator and processes; a rank creates its own. An iterator that a
 cell has begun raises an error, because a rank can't know what the iterator's processes have already sent to the kernel.
-Iterators without processes continue in each rank from the kernel's position.
+Iterators that use no processes continue in each rank from the kernel's position.
 
 nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
-heap. Where a module's own records show that the kernel has no pool of a kind, a worker leaves the classes as they are,
-because each change copies pages of the kernel's memory.
+heap. A worker leaves a module's classes as they are if the module's own records show that the kernel has no
+pool of that kind, because each change copies pages of the kernel's memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from nblaunch import packages
 
 _kept: list[Any] = []
-"""Parts of the kernel's pools and its iterators of loaders. Freeing them may write to pipes that the kernel's processes
-read, or end these processes.
+"""Parts of the kernel's pools and loader iterators. Freeing them may write to pipes that the kernel's
+processes read, or end those processes.
 """
 _changing = threading.RLock()
 """Held while a pool is recreated, because several threads of a worker may start to use it at the same moment."""
@@ -61,12 +61,12 @@ def _has_made_processes(package: str = "multiprocessing") -> bool:
 
 
 def _has_thread_executors(module: Any) -> bool:
-    """Return whether an executor may exist that has started threads."""
+    """Return whether there may be an executor that has started threads."""
     return bool(getattr(module, "_threads_queues", True))
 
 
 def _has_process_executors(module: Any) -> bool:
-    """Return whether an executor may exist. Each executor has a queue of tasks, which ``multiprocessing`` lists."""
+    """Return whether there may be an executor. Each has a queue of tasks, which ``multiprocessing`` lists."""
     queues, util = sys.modules.get("multiprocessing.queues"), sys.modules.get("multiprocessing.util")
     listed = getattr(util, "_afterfork_registry", None)
     if queues is None or listed is None:
@@ -179,7 +179,7 @@ def _watch_pools(module: Any) -> None:
             )
 
     def end(pool: Any) -> None:
-        """End a pool that was never used here and has neither threads nor processes of this process."""
+        """End a pool that was never used here and has no threads or child processes in this process."""
         _kept.append(dict(vars(pool)))
         pool._pool = []
         pool._change_notifier = queue.SimpleQueue()
@@ -197,11 +197,11 @@ _LOADERS = {
         "_StatefulMultiProcessingDataLoaderIter",
     ),
 }
-"""Module -> loader class, class of iterators with processes."""
+"""Module -> names of its loader class and of its class of multi-process iterators."""
 
 
 def _watch_loaders(module: Any) -> None:
-    """Restart inherited loaders on first use, and reject iterators with the kernel's processes."""
+    """Restart inherited loaders on first use, and reject iterators that use the kernel's processes."""
     loader, iterator = (getattr(module, name) for name in _LOADERS[module.__name__])
     end = iterator._shutdown_workers
 
@@ -221,7 +221,7 @@ def _serves_kernel(iterator: Any) -> bool:
 
 
 def _forget_iterator(loader: Any) -> None:
-    """Let a loader begin a new iterator if it keeps the kernel's."""
+    """Let a loader create a new iterator if it still holds the kernel's."""
     iterator = vars(loader).get("_iterator")
     if _serves_kernel(iterator):
         _kept.append(iterator)

@@ -33,7 +33,7 @@ _ONLY_AT_FIRST = (
 
 Identity = tuple[int, int]
 """Device and inode of a file, pipe or socket. Descriptors do not identify a file: a memory map duplicates its
-descriptor, and the system reuses closed numbers.
+descriptor, and the system reuses the numbers of closed descriptors.
 """
 
 
@@ -88,7 +88,7 @@ class OpenFile:
 
 
 def identities(fds: Collection[int]) -> frozenset[Identity]:
-    """Return the identities of what ``fds`` refer to."""
+    """Return the identities of the files, pipes and sockets that ``fds`` refer to."""
     return frozenset(_identity(fd) for fd in fds)
 
 
@@ -180,9 +180,9 @@ def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
     """Group the ``fds`` that share an open file description and therefore its flags.
 
     The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
-    to that bit of its index in ``fds``, and then every descriptor reads the flag. The bits that a descriptor reads in
-    all rounds form an index: the index of the last descriptor that shares its description. Descriptors that a thread
-    closes in the meantime are left out.
+    to that bit of its index in ``fds``, and then every descriptor reads the flag. The bits that a descriptor
+    reads over all rounds form the index of the last descriptor with the same description. Descriptors that a
+    thread closes in the meantime are left out.
     """
     if len(fds) == 1:
         return [fds]

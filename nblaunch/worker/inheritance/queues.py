@@ -1,4 +1,4 @@
-"""Queues of ``multiprocessing`` that a cell created and that the function puts values into.
+"""``multiprocessing`` queues that a cell created and that the function puts values into.
 
 Such a queue is a pipe. A thread of the writing process writes each value, and Python joins this thread when the
 process ends. A rank therefore can't end before another process has read a value that is larger than the pipe, but the
@@ -23,12 +23,12 @@ from nblaunch.wire.board import Slot
 
 _PACKAGES = ("multiprocessing", "multiprocess")
 _WRITES_S = 0.1
-"""Time for a thread to write as much as fits into its pipe, before the rank reports that it is waiting."""
+"""How long a thread may take to fill its pipe before the rank reports that it is waiting."""
 _POLL_S = 0.01
 
 _LOST = (
-    "tensors that the function put into a queue of the kernel are lost, because no process had read them before "
-    "the rank ended. Return them instead, or put `tensor.numpy()` into the queue"
+    "tensors that the function put into one of the kernel's queues are lost, because no process had read them "
+    "before the rank ended. Return them instead, or put `tensor.numpy()` into the queue"
 )
 
 

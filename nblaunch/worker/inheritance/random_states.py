@@ -1,8 +1,8 @@
 """Random states of a process: ``random``, NumPy's global generator, torch's CPU generator.
 
-All workers of a launch begin with the kernel's states at the launch, under every start method and in every attempt.
-The kernel's generators then advance, as if the function had run in the cell. The next launch draws other numbers, and
-a seed that is set before a launch still determines all later launches.
+All workers of a launch begin with the states that the kernel had at launch, under every start method and in
+every attempt. The kernel's generators then advance, as if the function had run in the cell. The next launch
+draws different numbers, and a seed that is set before a launch still determines all later launches.
 
 The kernel may not have loaded a library's generator, such as ``numpy.random``, which ``import numpy`` does not import.
 In workers such a generator begins with a seed from the state of ``random``, so that ranks draw the same numbers.
@@ -88,7 +88,7 @@ class RandomStates:
 
 
 def seed_unknown(state: tuple[Any, ...], names: Iterable[str]) -> None:
-    """Seed generators of libraries once they are imported, in the same way on all ranks.
+    """Seed libraries' random generators once the libraries are imported, in the same way on all ranks.
 
     Args:
         state: the kernel's state of ``random``.
@@ -142,7 +142,7 @@ def _move_numpy_on(numpy_random: Any) -> None:
     # NumPy 1.24 can replace the generator with one that the global functions can't seed.
     generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
     if generator is None or isinstance(generator, numpy_random.MT19937):
-        # Don't call randint(), which calls functions of NumPy and so copies pages that workers share.
+        # Don't call randint(), which calls NumPy functions and so copies pages that workers share.
         numpy_random.seed(struct.unpack(_NUMPY_SEED, numpy_random.bytes(struct.calcsize(_NUMPY_SEED))))
         return
     if hasattr(generator, "jumped"):

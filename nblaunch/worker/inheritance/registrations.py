@@ -6,11 +6,11 @@
     @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
 
 A fresh process imports the library without these registrations. If the registry is a dictionary within a function, its
-entries are sent, because a later cell may have reused the names in the call. The worker repeats other calls once it has
-imported the module, under three conditions. The function's name says that it registers something. The call is a
-top-level statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken. The call registers a
-function or class of the notebook, or calls Python's standard library. The last condition excludes calls such as
-``mlflow.register_model("runs:/1")``, which would write to a server.
+entries are sent, because a later cell may have reused the names in the call. Once it has imported the module,
+the worker repeats other calls if three conditions hold. The function's name says that it registers something.
+The call is a top-level statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken.
+The call registers a function or class of the notebook, or calls Python's standard library. The last condition
+excludes calls such as ``mlflow.register_model("runs:/1")``, which would write to a server.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Entry(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
-    """Return the registrations of cells, and a text for each that can't be sent to another process.
+    """Return the registrations made by cells, and a message for each that can't be sent to another process.
 
     Args:
         sources: the text of the cells.
@@ -143,7 +143,7 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
 
 
 def write(registrations: Sequence[Registration]) -> None:
-    """Repeat registrations in this process, each once its module is imported."""
+    """Repeat registrations in this process, each as soon as its module is imported."""
     for registration in registrations:
         packages.when_imported(registration.registrar.module, partial(_write, registration))
 
@@ -229,7 +229,10 @@ def _calls(node: ast.stmt) -> Iterator[_Statement]:
 
 
 def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
-    """Return the function at a path from the notebook's names, and its place; None if no module has it."""
+    """Return the function at a path that starts in the notebook, as a registrar and as an object.
+
+    Return None if no module contains it.
+    """
     values = cell_text.values_on(path)
     if len(values) != len(path):
         return None
@@ -302,7 +305,7 @@ def _is_standard(module: str) -> bool:
 
 
 def _entry_at(registry: Any, key: ast.expr) -> Iterator[_Entry]:
-    """Yield the entry of a library's dictionary that a cell has set to a plain value."""
+    """Yield the entry of a library's dictionary that a cell has set, if its value is plain."""
     wanted = _value(key)
     if isinstance(registry, dict) and isinstance(wanted, Hashable) and wanted in registry:
         entry = dict.__getitem__(registry, wanted)

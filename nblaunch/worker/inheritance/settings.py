@@ -104,7 +104,7 @@ class KernelSettings:
         if not self.left:
             return None
         return (
-            "workers do not have these settings of the kernel, which can't be sent to another process: "
+            "these kernel settings can't be sent to another process, so workers do not have them: "
             f"{'; '.join(self.left)}. Apply these settings inside the function"
         )
 
@@ -158,7 +158,7 @@ def _set_attribute(path: str, module: Any, value: Any) -> None:
 
 
 def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[LibrarySetting]:
-    """Yield a row for each pair of a getter and a setter."""
+    """Yield a row for each pair of getter and setter."""
     for read, write in pairs:
         yield LibrarySetting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
 
@@ -218,7 +218,7 @@ def _set_sparse_checks(torch: Any, is_enabled: bool) -> None:
 
 
 def _saved_tensors_hooks(torch: Any) -> Any:
-    """Return the innermost pair of hooks that pack what autograd saves, which is the only one that torch calls."""
+    """Return the innermost pair of hooks for what autograd saves; torch calls only that pair."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -443,7 +443,8 @@ _TORCH = (
         "backends.mkldnn.enabled",
         "backends.mkldnn.deterministic",
         "backends.quantized.engine",
-        # These follow the older names of the same settings, because setting an older name also sets these.
+        # These come after the older names of the same settings, because setting an older name also sets
+        # these.
         "backends.fp32_precision",
         "backends.cudnn.fp32_precision",
         "backends.cudnn.conv.fp32_precision",

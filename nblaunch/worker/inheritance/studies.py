@@ -1,8 +1,8 @@
 """Optuna studies in the kernel's memory. A worker's changes to its copy are lost, and a note says so.
 
 A study without a storage keeps its trials in an object of the kernel, and each worker has a copy. Values that the
-function reports, attributes that it sets and parameters that it suggests never reach the study. Storages in files and
-databases are shared.
+function reports, attributes that it sets and parameters that it suggests never reach the study. Studies that
+are stored in files or databases are shared.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _WRITES = (
 )
 _LOST = (
     "an optuna study in the kernel's memory never gets the function's trials, or its calls to report(), "
-    "set_user_attr() and suggest_float(). Return the values and write them in the kernel, or give the study a storage "
+    "set_user_attr() and suggest_float(). Return the values and record them in the kernel, or store the study "
     "in a file"
 )
 
 
 def watch(warn: Callable[[str], None]) -> None:
-    """Report the first write of this worker to a study of the kernel.
+    """Report this worker's first write to one of the kernel's studies.
 
     Args:
         warn: receives a sentence for the user.

@@ -1,9 +1,9 @@
 """Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, Excel, videos.
 
 The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
-that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file.
-In a worker, writing to such a file or adding a member therefore raises an error. Closing the file there, explicitly or
-by garbage collection, writes nothing; only the kernel completes it.
+that part. A worker's writes never reach the part that the kernel holds, so closing the file would lose them
+or damage the file. In a worker, writing to such a file or adding a member therefore raises an error. Closing
+the file there, explicitly or by garbage collection, writes nothing; only the kernel completes it.
 
 A worker started with forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
 """
@@ -107,7 +107,7 @@ def reject_writes(fds: Collection[int]) -> None:
 
 
 def reject_writes_to_copies() -> None:
-    """Make writes to unfinished files that this worker received by pickle raise an error."""
+    """Make writes to an unfinished file raise an error if this worker received the file by pickle."""
     for writer in _WRITERS:
         if writer.is_pickled:
             packages.when_imported(writer.module, functools.partial(_change_in, writer))
@@ -121,7 +121,7 @@ def hold_back_text(files: Collection[Any]) -> None:
     """Make text writes to the kernel's compressed files raise an error at once, not only when a block is full.
 
     Args:
-        files: text files of the kernel, among others.
+        files: file objects of the kernel; only text files are changed.
     """
     for file in files:
         if isinstance(file, io.TextIOWrapper):
@@ -230,7 +230,7 @@ def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _reject_hdf5(h5py: Any) -> None:
-    """Make changes to all HDF5 files that are open in this process raise an error."""
+    """Make any change to an HDF5 file that is open in this process raise an error."""
     files, objects = h5py.h5f, h5py.h5o
     numbers = frozenset(
         objects.get_info(file).fileno

@@ -4,10 +4,10 @@
     config.set_lr(0.1)                 a function that assigns a global variable of its module
     @registry.register                 a dictionary in an object of a module
 
-If a cell calls code of the user's modules, this code may change the global variables that it names. The current values
-of all these variables are sent. For an unchanged variable this makes no difference, because a worker would create an
-equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``, is not sent, because each worker
-computes its own.
+If a cell calls code in the user's modules, this code may change the global variables that it names. The
+current values of all these variables are sent. For an unchanged variable this makes no difference, because a
+worker would create an equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``,
+is not sent, because each worker computes its own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def find(cells: Iterable[cell_text.CellText]) -> tuple[dict[Place, Any], set[Pla
 
 
 class _Search:
-    """Follows the calls of cells into the user's modules."""
+    """Follows calls from cells into the user's modules."""
 
     def __init__(self) -> None:
         self.modules = {
@@ -92,7 +92,8 @@ class _Search:
                     self._homes[id(value)] = Place(name, "", attribute)
 
     def follow_settings(self, cell: cell_text.CellText) -> None:
-        """Add libraries' global variables that hold settings, as for ``torch.hub.set_dir("models")``."""
+        """Add libraries' global variables that hold settings, such as the one that
+        ``torch.hub.set_dir("models")`` sets."""
         for _, strings in cell.named:
             self._follow_names(strings)
         for path in cell.for_effect:
@@ -124,7 +125,7 @@ class _Search:
             self._follow_strings(owners, strings)
 
     def _follow_strings(self, owners: Iterable[cell_text.Path], strings: Iterable[str]) -> None:
-        """Add all constants of modules that are arguments, if no string names one of their attributes."""
+        """Add all constants of modules that are arguments, unless a string names one of their attributes."""
         for path in owners:
             module = cell_text.value_at(path)
             if not isinstance(module, ModuleType) or module.__name__ not in self.modules:
@@ -136,7 +137,7 @@ class _Search:
                     self._add(Place(module.__name__, "", name), vars(module)[name])
 
     def _follow_names(self, names: Iterable[str]) -> None:
-        """Add attributes that strings name in full, as in ``patch("torch.nn.functional.relu", my_relu)``."""
+        """Add attributes with full names in strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
         for text in names:
             name, _, attribute = text.rpartition(".")
             module = sys.modules.get(name)

@@ -24,16 +24,16 @@ HasChanged = Callable[[Any], bool]
 """Takes the present value, and returns whether it differs from the value before the call."""
 
 _MAX_PARTS = 1 << 16
-"""Largest number of elements of a list or dictionary that are examined."""
+"""Maximum number of elements of a list or dictionary that are examined."""
 _MAX_ARRAY = 1 << 24
-"""Largest number of elements of an array that is examined, which takes 20 ms if all of them are equal."""
+"""Maximum number of elements of an array that is examined, which takes 20 ms if all of them are equal."""
 _MAX_COLUMNS = 500
 _NUM_SAMPLES = 64
 _MAX_TENSORS = 2000
 _NUM_SUMMED = 8
 _MAX_SUMMED_TENSOR = 1 << 16
 _MAX_SUMMED = 1 << 20
-"""Largest number of tensor elements that are summed in all, which may take 0.2 s on a slow machine."""
+"""Maximum number of tensor elements to sum in total. Summing this many may take 0.2 s on a slow machine."""
 CONTAINERS = (list, dict, set, deque)
 _ITERATED = (list, tuple, dict)
 _NUMBERS = "biufc"
@@ -149,7 +149,7 @@ class Watcher:
 
 
 def is_unset(value: Any) -> bool:
-    """Return whether a value is None, or a number with which a sum or a search for the best value begins."""
+    """Return whether a value is None, or a number from which a sum or a search for the best value starts."""
     if type(value) not in (bool, int, float):
         return value is None
     return math.isnan(value) or value in (0, -1, math.inf, -math.inf)
@@ -239,7 +239,7 @@ def _is_uniform(array: Any, first: Any = None) -> bool:
 
 
 def _owns_memory(array: Any) -> bool:
-    """Return whether an array, or the array of which it is a view, is not a part of a file or of shared memory."""
+    """Return whether an array, or its base, has memory of its own, not memory of a file or shared memory."""
     while type(array.base) is type(array):
         array = array.base
     return bool(array.flags.owndata)
@@ -275,9 +275,9 @@ def _number_columns(table: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Tensor:
-    """The state of a tensor at the start of the function: torch's count of changes, and the sum of the elements.
+    """The state of a tensor at the start of the function: torch's version counter, and the sum of elements.
 
-    The sum is needed because changes through ``tensor.data`` bypass the count.
+    The sum is needed because changes through ``tensor.data`` bypass the counter.
 
     Args:
         tensor: the tensor, which this object doesn't keep alive.
@@ -290,7 +290,7 @@ class _Tensor:
         self._version = self._version_of(tensor)
 
     def has_changed(self, present: Any) -> bool:
-        """Return whether a tensor is the changed tensor, or a new tensor in its place, as in an average of weights.
+        """Return whether the tensor has changed, or a new one of its form has replaced it, as an average.
 
         A tensor that was moved to a device, or converted, has not changed.
         """

@@ -7,8 +7,8 @@
 
 Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
 pieces, another may write in between. In a file that is also open for reading, each rank has its own position
-(``positions.py``), so ranks do overwrite each other. A warning names the file once a second rank writes to it. Writes
-to files that the kernel keeps partly in memory raise an error (``unfinished_files.py``).
+(``positions.py``), so ranks do overwrite each other. A warning names the file as soon as a second rank writes
+to it. Writes to files that the kernel keeps partly in memory raise an error (``unfinished_files.py``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WrittenFiles:
     ) -> WrittenFiles:
         """Find the file objects of ``files`` in this process and flush them."""
         written = {fd: file for file in files if file.can_be_written for fd in file.fds}
-        # IPython's history, open in every kernel, is a database.
+        # IPython's history is a database that every kernel keeps open.
         plain = {fd for fd in written if not _is_database(fd)}
         objects = _file_objects(plain)
         # If a file object can't be flushed now, a worker's copy of it still holds the kernel's lines.
@@ -139,7 +139,7 @@ def _write(
     report: Report,
     data: Any,
 ) -> Any:
-    """Replace ``raw.write`` until a write may damage another rank's output."""
+    """Stand in for ``raw.write`` up to the first write that may damage another rank's output."""
     has_own_position = file.can_be_read and not file.flags & os.O_APPEND
     if has_own_position or bytes(memoryview(data).cast("B")[-1:]) != b"\n":  # whole lines stay whole
         vars(raw).pop("write", None)
