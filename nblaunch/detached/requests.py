@@ -84,7 +84,7 @@ class Endpoint:
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies.
 
-        While too many other requests wait, for example because many processes attach at once, this one also waits.
+        While too many other requests wait, for example because many processes attach together, this one also waits.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -258,7 +258,7 @@ class RemoteRequests:
         self._request("interrupt")
 
     def cancel(self) -> None:
-        """Kill the workers at once."""
+        """Kill the workers immediately."""
         self._request("cancel")
 
     def _request(self, request: str) -> None:

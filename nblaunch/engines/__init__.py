@@ -15,11 +15,11 @@ In the launching process:
       coordinator.py     watches one attempt on all nodes
       link.py            the coordinator's view of a node; a query for the stacks of ranks on several nodes
       log_copies.py      copies of the ranks' logs
-    kept_nodes.py        Nodes: machines that are kept between launches
+    kept_nodes.py        Nodes: the machines that an engine keeps between launches
     engine.py            the interface of an engine; one file each:
       processes.py       processes on this machine
       ssh.py             hosts over ssh
-      slurm.py           nodes of the Slurm allocation of this process
+      slurm.py           nodes of the Slurm allocation in which this process runs
       ray.py             nodes of a Ray cluster
         ray_driver.py    the process that is connected to the cluster
         ray_actor.py     runs on each node and moves bytes

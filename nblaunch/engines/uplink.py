@@ -1,7 +1,7 @@
 """Uplink: sends a node's events and logs to the coordinator, and receives its requests, while an attempt runs.
 
-    supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
-               <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
+    supervisor ── events, readings ──> Uplink ── immediately, or twice a second ──> coordinator
+               <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──────
 
 To this node's supervisor, Uplink represents the other nodes (``launcher.attempt.Peers``). Logs are sent as the raw
 bytes of their files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends

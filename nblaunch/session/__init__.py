@@ -9,7 +9,7 @@ same events through the same pipe.
 
 session.py       Session: the caller's object
 rank_commands.py commands to all or some ranks: code, variables
-client.py        in the kernel: sends commands and variables to the ranks, waits for their ends, keeps failures
+client.py        in the kernel: sends commands and variables to the ranks, waits until they end, keeps failures
 command.py       the report of a command, collected from events, and the files for its results
 server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``

@@ -3,7 +3,7 @@
 To a worker:
 
     assignment.py       the call, and the task of one worker
-    accelerate_states.py  states of Hugging Face Accelerate, which move to the worker
+    accelerate_states.py  states of Hugging Face Accelerate, which a worker builds again
 
 From a worker:
 
@@ -24,7 +24,7 @@ In both directions between launcher and workers:
 
 Between ranks and between nodes:
 
-    locks.py            between the workers of a machine
+    locks.py            shared by the workers of a job on one machine
     signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON, which is never unpickled
 """

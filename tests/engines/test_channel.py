@@ -68,7 +68,7 @@ def test_unsealed_messages_are_not_read(pair: Pair) -> None:
     pair.agree()
     pair.node.key = b"x" * 32
     pair.node.send(Request("stop"))
-    with pytest.raises(ChannelError, match="seal"):
+    with pytest.raises(ChannelError, match="not signed"):
         pair.coordinator.receive()
 
 
@@ -103,7 +103,7 @@ def test_reflected_messages_are_not_read(pair: Pair) -> None:
     pair.coordinator.send(Request("stop"))
     (sealed,) = pair.node.receive_raw()
     pair.node.send_raw(sealed)
-    with pytest.raises(ChannelError, match="seal"):
+    with pytest.raises(ChannelError, match="not signed"):
         pair.coordinator.receive()
 
 
