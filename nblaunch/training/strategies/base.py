@@ -125,7 +125,7 @@ class StrategyPlugin(ABC):
             backend: the device family, which may not support the precision.
 
         Raises:
-            ValueError: the settings contradict ``asked``, or the device does not support it.
+            ValueError: the settings contradict ``asked``, or the device does not support the precision.
         """
         return asked
 
@@ -147,7 +147,7 @@ class StrategyPlugin(ABC):
 
 
 class Strategy(ABC):
-    """A way to train models on several processes. The module's docstring shows the order of the calls."""
+    """A way to train models across several processes. The module's docstring shows the order of the calls."""
 
     name: str
 
@@ -155,7 +155,7 @@ class Strategy(ABC):
     """Member of ``DistributedType`` for jobs with this strategy; empty: the devices determine it."""
 
     steps_by_engine = False
-    """Whether an engine of another library steps optimizers and clears gradients, and decides when."""
+    """Whether another library's engine steps optimizers and clears gradients, and decides when."""
 
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
@@ -194,7 +194,7 @@ class Strategy(ABC):
         communicate: workers may move their models one after the other, and would wait for each other forever.
 
         ``prepare`` does not call this with ``device_placement=False``, or for a model that a device map or
-        quantisation keeps in place. It moves models for evaluation itself.
+        quantisation keeps in place. It also moves models that are only evaluated, without calling this.
         """
         models.to_device(model, process)
 
@@ -316,7 +316,7 @@ class Strategy(ABC):
     def shard_writer(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
     ) -> ShardWriter | None:
-        """Return a writer for the current values of this rank's shards; None: call :meth:`save_shards` instead.
+        """Return a writer for the current values of this rank's shards; None if :meth:`save_shards` is needed.
 
         Args:
             models: the prepared models.

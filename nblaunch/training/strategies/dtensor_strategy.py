@@ -49,7 +49,7 @@ class DTensorStrategy(Strategy):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether checkpoints have each rank's shards; otherwise the main process writes full states."""
+        """Whether checkpoints contain each rank's shards; otherwise the main process writes full states."""
         return True
 
     # --- optimizers ----------------------------------------------------------------------------------------------
@@ -129,9 +129,10 @@ class DTensorStrategy(Strategy):
 class _MixedGroups:
     """Turns off ``foreach`` and ``fused`` during a step, for groups that mix shards (DTensors) and full tensors.
 
-    torch can't step such a mixed list at once, as it would by default on GPUs. Models that are only partly sharded have
-    mixed groups, for example with tensor parallelism or ``ignored_modules``. Step hooks check the groups each time,
-    because a script may replace parameters, add groups and load settings at any time before a step.
+    torch can't update such a mixed list of parameters in one call, as it would by default on GPUs. Models
+    that are only partly sharded have mixed groups, for example with tensor parallelism or
+    ``ignored_modules``. Step hooks check the groups each time, because a script may replace parameters, add
+    groups and load settings at any time before a step.
     """
 
     def __init__(self) -> None:
@@ -155,9 +156,9 @@ class _MixedGroups:
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
-    The ranks exchange their plans in a separate process group, because a thread's collectives interleave with
-    training's collectives differently on every rank. (torch's ``async_save`` writes one state like this. Here, one
-    thread writes several states in the same order on all ranks.)
+    The ranks exchange their plans in a separate process group, because collectives from a background thread
+    interleave with those in the training loop differently on every rank. (torch's ``async_save`` writes one
+    state like this. Here, one thread writes several states in the same order on all ranks.)
     """
 
     def __init__(
@@ -302,7 +303,7 @@ def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
-    """Give every trained parameter a gradient in the block, or none; restore the gradients afterwards.
+    """Give all trained parameters gradients in the block, or remove all gradients; restore them afterwards.
 
     If torch finds neither gradients nor a state, it creates a state for every parameter by taking a step with zero
     gradients.

@@ -176,8 +176,8 @@ class LateParameters:
 def learns_graph(model: DistributedDataParallel) -> bool:
     """Return whether DDP learns a static graph in the next backward pass.
 
-    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one more
-    micro-step does not change the gradients.
+    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). One more
+    reduction in the window does not change its averaged gradients.
     """
     return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 

@@ -38,7 +38,7 @@ from nblaunch.weights.sharded import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):
-    """Gives all ranks the weights of rank 0, without a wrapper; the backend averages gradients at the step."""
+    """Gives all ranks the weights of rank 0, without a wrapper; the backend averages gradients at each step."""
 
     name = "reduce_at_step"
     unjoined = "on this device"
@@ -57,7 +57,8 @@ class ReduceAtStepStrategy(Strategy):
         """Broadcast the weights of rank 0 that differ from other ranks' weights.
 
         Ranks compare checksums, so workers that share the kernel's model send nothing. They compare only after the
-        move, because workers that build their models one after the other wait until the previous one has moved its own.
+        move, because workers that build their models one after the other each wait until the previous worker
+        has moved its model.
         """
         checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])
@@ -145,7 +146,7 @@ class DdpStrategy(Strategy):
             )
         options = self._handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         devices = None if process.device.type == "cpu" else [process.device]
-        # DDP's constructor is a collective: it compares and copies weights over ranks.
+        # DDP's constructor is a collective: it compares weights across ranks and copies them.
         with waiting(), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
             # torch 2.13 deprecates broadcast_buffers, but its replacements do not cover all uses yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -210,7 +211,7 @@ class _Ending(Joinable):
     """Learns from ``Join`` whether this rank was among the last to reach the end of its data.
 
     Args:
-        other: another member of the ``Join``, which determines device and process group.
+        other: another member of the ``Join``, which determines the device and the process group.
     """
 
     def __init__(self, other: Joinable) -> None:
@@ -246,10 +247,11 @@ class _EndingHook(JoinHook):
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights that DDP must not send: equal weights in host memory, and unsupported kinds.
+    """Return the names of frozen weights that DDP must not send.
 
-    This is a collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of a base
-    model would then each get a copy of it.
+    These are weights in host memory that are equal on all ranks, and weights of types that DDP can't send.
+    This is a collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of
+    a base model would then each get a copy of it.
     """
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     # DDP can't send tensors that consist of several tensors, like torchao's quantised weights.
@@ -268,7 +270,7 @@ def _common_frozen(model: torch.nn.Module) -> list[str]:
 def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Set ``_ddp_params_and_buffers_to_ignore`` of ``model`` while a DDP is constructed around it."""
     before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
-    # DDP reads this attribute. DDP's function that sets it would also mark the parameters permanently.
+    # DDP reads this attribute. The DDP function that sets it would also mark the parameters permanently.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
     try:
         yield

@@ -29,7 +29,7 @@ class TensorParallelPlugin(StrategyPlugin):
 
 
 class TensorParallelStrategy(DTensorStrategy):
-    """Keeps models sharded as the user passed them."""
+    """Keeps the sharding of the models that the user passes."""
 
     name = TensorParallelPlugin.name
     holds_shards = True

@@ -107,8 +107,8 @@ def _check_stage(engine: Any, folder: Path) -> None:
     if str(int(stage)) not in saved:
         raise CheckpointError(
             f"checkpoint {folder} was saved with zero_optimization.stage={saved}, but this engine has stage "
-            f"{int(stage)}; use the same stage, or load only the weights, which the script zero_to_fp32.py in the "
-            "checkpoint merges"
+            f"{int(stage)}; use the same stage, or load only the weights after merging them with the "
+            "checkpoint's script zero_to_fp32.py"
         )
 
 

@@ -283,7 +283,8 @@ def read_config(source: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, Path)):
         raise TypeError(
-            f"a DeepSpeed configuration is a dict, the path of a JSON file or JSON text, not {source!r:.80}"
+            "a DeepSpeed configuration must be a dict, the path of a JSON file, or JSON text, not "
+            f"{source!r:.80}"
         )
     name = f"the DeepSpeed configuration {str(source)!r:.200}"
     try:

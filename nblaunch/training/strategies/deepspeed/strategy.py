@@ -117,7 +117,7 @@ class DeepSpeedStrategy(Strategy):
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(settings.deepspeed_config, self._inputs(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
-        with waiting():  # the engine compares and copies weights over ranks
+        with waiting():  # the engine compares weights across ranks and copies them
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         _report(engine, type(model).__name__, process)
         if optimizer is not None:
@@ -130,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
         if not deepspeed_library.is_engine(model) or not options.is_on:
             return None
-        # Compile the user's module in place: the engine's clocks and collectives around it can't be part of a graph.
+        # Compile the user's module in place: the engine's timers and collectives can't be part of a graph.
         module = without_parallel_wrappers(model)
         if options.use_regional_compilation:
             compile_model(module, options)

@@ -64,7 +64,7 @@ class DeviceShardsStrategy(Strategy):
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(weight) for weight in ignored}
         unsharded = {name for name, weight in inner.named_parameters() if id(weight) in names}
-        # Move and shard one module after the other, inner ones first, to keep the host's copy of each short-lived.
+        # Move and shard one module after the other, inner ones first, so that host copies are short-lived.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -138,8 +138,9 @@ class DeviceShardsStrategy(Strategy):
 def sharded_dimension(shape: torch.Size, count: int) -> int | None:
     """Return the dimension along which devices shard a weight; None for a small weight, which each device holds whole.
 
-    Choose the longest dimension that the devices divide evenly, or else the longest. The compiler returns unevenly
-    divided tensors whole, unless it overwrites sharded ones, as a step does.
+    Choose the longest dimension that is divisible by the number of devices, or else the longest dimension.
+    The compiler returns unevenly divided tensors unsharded, unless the graph overwrites sharded tensors, as
+    an optimizer step does.
     """
     candidates = [index for index, length in enumerate(shape) if length >= count > 1]
     return max(candidates, key=lambda index: (shape[index] % count == 0, shape[index]), default=None)

@@ -171,7 +171,7 @@ class ShardingSettings:
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-            buffer_autocast: a field of version 1 without effect: buffers keep their own precision.
+            buffer_autocast: a field from version 1 that has no effect: buffers keep their own precision.
             override: replace a policy that is already set.
 
         Raises:
@@ -183,12 +183,12 @@ class ShardingSettings:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether models are sharded inside each machine and replicated over machines."""
+        """Whether models are sharded within each machine and replicated across machines."""
         return str(self.sharding_strategy).startswith("HYBRID")
 
     @property
     def saves_shards(self) -> bool:
-        """Whether checkpoints have each rank's shards."""
+        """Whether checkpoints contain each rank's shards."""
         return bool(self.state_dict_type == "SHARDED_STATE_DICT")
 
     def offload_policy(self) -> Any:
@@ -284,7 +284,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _class_names(names: Any) -> list[str] | None:
-    """Return names of classes, from a list of names or classes, or from names separated by commas."""
+    """Return class names, given a list of names or classes, or names separated by commas."""
     if names is None:
         return None
     if isinstance(names, str):

@@ -35,7 +35,7 @@ from nblaunch.weights.state_dicts import is_quantised_weight
 
 
 class Fsdp2Strategy(DTensorStrategy):
-    """Applies torch's ``fully_shard`` over all ranks, or inside each machine. A single rank shards nothing.
+    """Applies torch's ``fully_shard`` over all ranks, or within each machine. A single rank shards nothing.
 
     Args:
         process: the ranks and the device of this process.
@@ -293,6 +293,6 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     if names:
         warn(
             f"ignored_modules leaves {formatting.first(names, 3)} to each rank: their gradients are not averaged, "
-            "so the ranks diverge, and checkpoints have the values of rank 0. Freeze them with "
+            "so the ranks diverge, and checkpoints contain only rank 0's values. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"
         )

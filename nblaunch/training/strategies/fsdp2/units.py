@@ -4,9 +4,10 @@ after it.
 model (the rest)         one unit for the rest of the model: embedding, norm, head
   layers.0 ... layers.N  one unit each: memory holds the full weights of only one at a time
 
-A unit never returns views, but separate tensors that use the same memory. torch gathers a unit's weights for backward
-in a hook on the tensors that it returned. A linear layer returns a view for batches of sequences, and the user's next
-``x += y`` would remove the hook from a view. torch (2.12 and later) also warns about each such unit.
+A unit never returns views; it returns separate tensors that use the same memory. torch gathers a unit's
+weights for backward in a hook on the tensors that it returned. A linear layer returns a view for batches of
+sequences, and the user's next ``x += y`` would remove the hook from a view. torch (2.12 and later) also warns
+about each such unit.
 
 A unit can recompute its activations in backward instead of keeping them.
 
@@ -71,8 +72,8 @@ def of_one_dtype_each(
 ) -> list[tuple[str, nn.Module]]:
     """Divide ``units`` until the trained weights in each share one dtype. Return all units, innermost first.
 
-    A unit has the dtype of its direct weights or, without direct weights, the most frequent dtype of the weights
-    inside. Inner modules become units if their direct weights have another dtype. :func:`odd_weights` returns the
+    A unit has the dtype of its direct weights or, if it has none, the most common dtype of the weights inside
+    it. Inner modules become units if their direct weights have another dtype. :func:`odd_weights` returns the
     weights that can't be divided this way.
     """
     chosen = list(units)
@@ -201,7 +202,7 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """Return a user's policy as a function of only the module. torch.distributed.fsdp.wrap passes more arguments."""
+    """Return a user's policy as a function of the module alone. torch.distributed.fsdp.wrap passes more arguments."""
     try:
         takes = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -254,7 +255,7 @@ def return_no_views(module: nn.Module) -> None:
 
 @functools.cache
 def _without_views_uncompiled() -> Any:
-    """Return a hook that is never compiled, like torch's own hooks, which get the result of this one."""
+    """Return a hook that is never compiled. torch's own hooks, which get its result, are not compiled either."""
     return torch.compiler.disable(_without_views)  # imports the compiler
 
 
@@ -295,7 +296,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AsOwnTensor(torch.autograd.Function):
-    """Returns a separate tensor with a view's memory. Autograd notices writes to it if it has saved the view."""
+    """Returns a separate tensor that shares a view's memory. Autograd notices writes to it if it has saved the view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,7 @@ class FullWeights:
     def _initialise_one(
         self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: StandIns
     ) -> set[str]:
-        """Let ``make`` write the full tensors ``names`` of a module; return the names that remain unwritten.
+        """Write the full tensors ``names`` of a module with ``make``; return the names that remain unwritten.
 
         The module's other tensors already have values. ``make`` gets copies of these, or blank tensors in place of
         shards, and its writes to them are dropped.
@@ -394,10 +394,10 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
     """Return a function that initialises one module, if possible in the same way as building the model on the CPU.
 
-    The constructor of the module's class calls ``reset_parameters``. Models of transformers then apply their
-    ``_init_weights`` to each of their modules outside of nested models, inner modules first. This includes containers,
-    since ``_init_weights`` may write to their contents. For other models, the function calls only the outermost
-    model's ``_init_weights``, with the module.
+    The constructor of the module's class calls ``reset_parameters``. transformers models then apply their
+    ``_init_weights`` to each of their modules outside nested models, inner modules first. This includes
+    containers, since ``_init_weights`` may write to their contents. For other models, the function calls only
+    the outermost model's ``_init_weights``, with the module.
     """
     around: dict[str, list[nn.Module]] = {}  # name -> the module and its parents, innermost first
     for name, module in model.named_modules():
