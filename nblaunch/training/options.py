@@ -106,7 +106,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: how ranks send gradients: in full, in half precision, or as a low-rank approximation.
         comm_wrapper: convert the hook's messages to this format: FP16 or BF16.
-        comm_state_option: arguments of torch's ``PowerSGDState``, for POWER_SGD.
+        comm_state_option: arguments for torch's ``PowerSGDState``, for POWER_SGD.
 
     Raises:
         ValueError: the hook is unknown or does not work in torch, or options contradict each other.

@@ -197,8 +197,8 @@ class ProcessMethods(ABC):
         """Yield this rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` shares are longer.
 
         Args:
-            inputs: a list, a tuple, a tensor (split on dim 0), a dict of these with equal lengths, or an object with
-                ``len`` and ``select(indices)``, such as ``datasets.Dataset``.
+            inputs: a list, a tuple, a tensor (split along dim 0), a dict of these with equal lengths, or an
+                object with ``len`` and ``select(indices)``, such as ``datasets.Dataset``.
             apply_padding: repeat the last element until all shares have the same length, to gather them later.
 
         Raises:

@@ -8,6 +8,6 @@ save_round.py        the protocol by which ranks meet to save together
 files.py             file names in a checkpoint folder, and the manifest; files of single states
 model_files.py       weight files: safetensors or torch's format, whole or in shards
 load_weights.py      checks whether the weights in weight files fit a module, and loads them
-fsdp_states.py       saves models and optimizers of FSDP one by one, as trainers do; merges shards
+fsdp_states.py       saves FSDP models and optimizers one by one, as trainers do; merges shards
 safe_save.py         atomic writes of folders
 """

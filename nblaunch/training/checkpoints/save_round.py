@@ -467,7 +467,7 @@ class Participant(_Side):
 def _collectives_begun(backend: Backend) -> dict[str, int]:
     """Return how many collectives this rank has begun in each of its process groups that include rank 0.
 
-    The backend counts collectives that a device runs outside of torch's process groups.
+    The backend counts collectives that a device runs outside torch's process groups.
     """
     counts = {"device": backend.num_own_collectives}
     # torch has no public functions for the groups and their counts. Its flight recorder reads them in the same way.

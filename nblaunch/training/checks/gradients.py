@@ -102,7 +102,7 @@ def _first_elements(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _has_gradient(parameter: torch.nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient that is not zero everywhere; waits for the device."""
+    """Wait for the device, and return whether a parameter has a gradient that is not zero everywhere."""
     return parameter.grad is not None and bool(dtensor.local(parameter.grad).any())
 
 

@@ -84,7 +84,7 @@ class Watch:
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Run checks before a backward pass from ``loss``; called once optimizers have taken ``due_at`` steps."""
-        # Without a launcher, nothing counts steps outside of windows, so there is only the first window.
+        # Without a launcher, nothing counts steps outside windows, so there is only the first window.
         num_steps = max(self._slot.num_updates, self._num_looked_at)
         if num_steps >= self._until:
             self._end_window(num_steps)

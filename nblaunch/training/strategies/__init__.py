@@ -2,7 +2,8 @@
 
 base.py                    the interface of a strategy, and the order in which ``prepare`` calls it
 replicated.py              the default: every rank has the whole model, and torch's DistributedDataParallel averages
-                           gradients during backward (on XLA, the backend does at the step); a single process
+                           gradients during backward (on XLA, the backend does so at each step); a single
+                           process
 late_parameters.py         parameters that DistributedDataParallel does not know: unfrozen or added after prepare
 dtensor_strategy.py        the common base of strategies with DTensor weights
 shard_files.py             files of shards, through torch.distributed.checkpoint

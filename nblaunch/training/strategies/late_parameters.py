@@ -164,7 +164,7 @@ class LateParameters:
             raise RuntimeError(
                 f"{len(self.parameters)} parameters were unfrozen or added after prepare. In join_uneven_inputs, "
                 "ranks at the end of their data can't take part in averaging these gradients. Unfreeze or add "
-                "parameters before prepare, or train with even_batches=True outside of join_uneven_inputs"
+                "parameters before prepare, or train with even_batches=True outside join_uneven_inputs"
             )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in self.parameters:

@@ -59,7 +59,8 @@ class ShardingSettings:
     Args:
         fsdp_version: must be 2.
         sharding_strategy: the older form of ``reshard_after_forward``: ``"FULL_SHARD"`` or ``"SHARD_GRAD_OP"``.
-            ``"HYBRID_SHARD"`` and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
+            ``"HYBRID_SHARD"`` and ``"HYBRID_SHARD_ZERO2"`` shard within each machine and replicate across
+            machines.
         reshard_after_forward: True (default): free a layer's weights after its forward pass, and gather them again for
             backward. False: keep them until then, which needs more memory and less communication. A number: keep them
             sharded over this many ranks.

@@ -215,7 +215,7 @@ def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
-    """Return the ids of modules with at least ``min_num_params`` elements outside of smaller units."""
+    """Return the ids of modules with at least ``min_num_params`` elements outside smaller units."""
     large: set[int] = set()
 
     def left_over(module: nn.Module) -> int:
@@ -410,7 +410,7 @@ def is_reducing(module: nn.Module) -> bool:
 
 
 def gather_for_training(module: nn.Module) -> None:
-    """Make a unit gather its weights outside of ``torch.inference_mode``, whose tensors can't be used in training."""
+    """Make a unit gather its weights outside ``torch.inference_mode``, whose tensors can't be used in training."""
     for group in _groups(module):
         for name in ("unshard", "wait_for_unshard"):
             setattr(group, name, _outside_inference_mode(getattr(group, name)))
