@@ -189,7 +189,12 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "text",
             "text = progress lines and a final table on stderr",
         ),
-        ("stop_grace_s", Number(0.0), 20.0, "seconds from SIGTERM to the interrupt, to save a checkpoint"),
+        (
+            "stop_grace_s",
+            Number(0.0),
+            20.0,
+            "seconds that ranks have after SIGTERM to save a checkpoint, before they are interrupted",
+        ),
     ),
 }
 
