@@ -42,6 +42,7 @@ from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
+from nblaunch.worker.inheritance import missing_names
 
 T = TypeVar("T")
 
@@ -443,6 +444,10 @@ class Session(RankCommands):
             failed.release()
         with attached_debugger.untraced():
             report = self._client.request(ranks, command, files)
+        for rank, failed_there in report.failed.items():
+            if failed_there.info.type_name == "NameError":
+                evidence = missing_names.explain_in_session(failed_there.info.message)
+                report.failed[rank] = replace(failed_there, evidence=(*failed_there.evidence, *evidence))
         if failed_on := sorted(report.failed):
             root = find_root_cause(report)
             self._failed = FailedCommand(

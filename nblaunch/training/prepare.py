@@ -15,11 +15,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch import early_imports
+from nblaunch import early_imports, formatting
 from nblaunch.training import models, precision
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
+from nblaunch.training.joining import current_topology
 from nblaunch.training.models import Replacements, stays_in_place, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
@@ -38,7 +39,7 @@ from nblaunch.weights.state_dicts import give_own_memory
 early_imports.plan(*early_imports.COMPILER)
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
-SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
+SCHEDULERS = (LRScheduler, SchedulerPlaceholder, AcceleratedScheduler)
 
 
 @dataclass(eq=False, repr=False)
@@ -154,10 +155,13 @@ class Preparer:
         self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return a prepared optimizer, which steps when the accumulation window ends."""
-        if not isinstance(optimizer, AcceleratedOptimizer):
+        if isinstance(optimizer, AcceleratedOptimizer):
+            _check_job(optimizer, "optimizer")
+        else:
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
             optimizer.accelerator_state = AcceleratorState()
+            _remember_job(optimizer)
         if not any(optimizer is prepared for prepared in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer
@@ -175,9 +179,12 @@ class Preparer:
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Return a prepared scheduler. It steps with its optimizer, or with all if its own is unprepared."""
-        if not isinstance(scheduler, AcceleratedScheduler):
+        if isinstance(scheduler, AcceleratedScheduler):
+            _check_job(scheduler, "scheduler")
+        else:
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
+            _remember_job(scheduler)
         if not any(scheduler is prepared for prepared in self.schedulers):
             self.schedulers.append(scheduler)
         return scheduler
@@ -203,7 +210,9 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return a prepared loader for this rank's part of the data."""
-        if not isinstance(loader, PreparedLoader):
+        if isinstance(loader, PreparedLoader):
+            _check_job(loader, "DataLoader")
+        else:
             process = self.shared.process
             target = LoaderTarget(
                 rank=self.shared.data_rank,
@@ -214,6 +223,7 @@ class Preparer:
                 is_static=process.backend.needs_static_shapes,
             )
             loader = shard_loader(loader, target, self.dataloader_config)
+            _remember_job(loader)
         if not any(loader is prepared for prepared in self.loaders):
             self.loaders.append(loader)
         return loader
@@ -223,6 +233,26 @@ class Preparer:
         for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
             prepared.clear()
         self.strategy.clear()
+
+
+def _remember_job(prepared: Any) -> None:
+    """Record for how many processes an object was prepared."""
+    prepared._size_of_job = current_topology().world_size
+
+
+def _check_job(prepared: Any, original: str) -> None:
+    """Raise ValueError for an object that was prepared elsewhere, such as a loader for the notebook's only process.
+
+    Such an object has the other process's share of the data, accumulation windows and schedule.
+    """
+    here = current_topology().world_size
+    there = vars(prepared).get("_size_of_job", here)
+    if there != here:
+        raise ValueError(
+            f"this {type(prepared).__name__} was prepared for {formatting.count(there, 'process')}, perhaps in the "
+            f"notebook, and this job has {formatting.count(here, 'process')}. Call prepare only inside the function, "
+            f"and pass it the original {original}"
+        )
 
 
 def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:

@@ -185,6 +185,22 @@ def test_prepared_accelerator_is_rejected_at_its_line(shared: Kernel, use: str) 
     shared.run("notebook_launcher(train, (), 2)")
 
 
+@pytest.mark.parametrize("kind", ["DataLoader", "optimizer", "scheduler"])
+def test_objects_that_the_notebook_prepared_are_rejected(shared: Kernel, kind: str) -> None:
+    shared.run(
+        f"{CELL}\n"
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+        "values = dict(zip(('DataLoader', 'optimizer', 'scheduler'), accelerator.prepare(\n"
+        "    DataLoader(range(8)), optimizer, scheduler)))\n"
+        "def train(value): return Accelerator().prepare(value) is value"
+    )
+    call = f"notebook_launcher(train, (values[{kind!r}],), num_processes="
+    message = shared.run(f"{call}2)", raises="ValueError").raised.value
+    assert "was prepared for 1 process" in message
+    assert f"pass it the original {kind}" in message
+    assert shared.run(f"{call}1)").result == "True"
+
+
 # The default depends on the Python version.
 @pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_the_notebooks_accelerator_still_works(shared: Kernel, method: str) -> None:

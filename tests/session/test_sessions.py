@@ -391,6 +391,14 @@ def test_values_are_sent_to_ranks(shared: Kernel) -> None:
     assert cell.error is not None
 
 
+def test_an_error_says_how_to_send_a_variable_that_a_cell_set_later(shared: Kernel) -> None:
+    shared.run("set_later = 3")
+    for command in ("session.execute('set_later')", "session['set_later']"):
+        assert "session.put(set_later=set_later)" in shared.run(command, raises="NameError").raised.text
+    assert "session.put" not in shared.run("session['never_set']", raises="NameError").raised.text
+    assert shared.run("session.put(set_later=set_later); session['set_later']").result.endswith(" 3")  # type: ignore[union-attr]
+
+
 def test_unpicklable_arguments_are_named(shared: Kernel) -> None:
     shared.run("import threading; lock = threading.Lock()\ndef locked(x): return x")
     for call in ("session.put(lock=lock)", "session.run(locked, (lock,))"):

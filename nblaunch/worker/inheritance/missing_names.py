@@ -42,6 +42,17 @@ def explain(error: BaseException) -> tuple[str, ...]:
     )
 
 
+def explain_in_session(message: str) -> tuple[str, ...]:
+    """Return a sentence if ``message``, of a NameError on a session's rank, names one of this kernel's variables."""
+    match = _UNDEFINED.match(message)
+    if match is None or match[1] not in names_of_this_process():
+        return ()
+    return (
+        f"The notebook has a variable {match[1]}, but this rank does not: ranks have the variables that the notebook "
+        f"had when the session started. Send it with session.put({match[1]}={match[1]})",
+    )
+
+
 def _missing_name(error: BaseException) -> str | None:
     if isinstance(error, NameError):
         match = _UNDEFINED.search(str(error))
