@@ -301,11 +301,13 @@ class Returned(Event):
         value_location: position of the return value.
         left_by_exit: whether the function called ``sys.exit(0)`` instead of returning.
         sends: argument paths of the modules and optimizers whose states follow, each with a :class:`StateSent`.
+        changed: argument paths of the modules that are known to have changed on this rank.
     """
 
     value_location: ValueLocation = field(default_factory=ValueLocation)
     left_by_exit: bool = False
     sends: tuple[int | str, ...] = ()
+    changed: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -236,16 +236,31 @@ class EndedAttempt:
         back = weights.merge_ranks(
             [{path: states[path] for path in states.keys() & wanted} for states in sent]
         )
+        elsewhere = self._changed_elsewhere()
         if self.attempt.spec.is_detached:
             full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
-            return full, weights.notes_of_detached(modules, full, lost)
-        loaded, notes = weights.load_back(modules, back, lost, what)
+            return full, weights.notes_of_detached(modules, full, lost, elsewhere)
+        loaded, notes = weights.load_back(modules, back, lost, what, elsewhere)
         unfit = {
             path: weights.assembled(state, modules[path])
             for path, state in back.items()
             if path not in loaded
         }
         return unfit, notes
+
+    def _changed_elsewhere(self) -> dict[ArgPath, list[int]]:
+        """Return the modules that changed only on ranks that do not send them, with these ranks."""
+        ranks: dict[ArgPath, list[int]] = {}
+        for rank, returned in sorted(self.report.returned.items()):
+            for path in returned.changed:
+                ranks.setdefault(path, []).append(rank)
+        announced = self.report.announced
+        return {
+            path: changed_on
+            for path, changed_on in ranks.items()
+            if path in self.attempt.plan.modules
+            and not any(path in announced.get(rank, ()) for rank in changed_on)
+        }
 
     def _load_optimizers(self) -> list[Note]:
         """Load the states of optimizers and schedulers into the kernel's objects; return notes."""

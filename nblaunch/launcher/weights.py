@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nblaunch import formatting
@@ -68,6 +69,7 @@ def load_back(
     weights: Mapping[ArgPath, Mapping[str, Any]],
     lost: Mapping[ArgPath, str],
     what: str = "trained weights",
+    elsewhere: Mapping[ArgPath, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[set[ArgPath], list[Note]]:
     """Load state dicts into their modules.
 
@@ -76,6 +78,7 @@ def load_back(
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
         lost: argument path -> which part of the state dict was lost, or why all of it was.
         what: name of these weights in the note.
+        elsewhere: argument path -> the ranks that have changed the module, if none of them sent its weights.
 
     Returns:
         the paths of the modules that now have the trained weights, and notes about all modules. Missing or incomplete
@@ -96,15 +99,17 @@ def load_back(
             )
         else:
             (back if _has_changes(state) else unchanged).append(path)
-    known_unchanged = [path for path in unchanged if path not in lost]
+    known_unchanged = [path for path in unchanged if path not in lost and path not in elsewhere]
+    copied = [path for path in back if path not in elsewhere]
     lines = []
-    if back:
-        size = formatting.size(sum(_num_bytes(weights[path]) for path in back))
-        lines.append(f"copied {what} into {listed(modules, back)}: {size}")
+    if copied:
+        size = formatting.size(sum(_num_bytes(weights[path]) for path in copied))
+        lines.append(f"copied {what} into {listed(modules, copied)}: {size}")
     if known_unchanged:
         lines.append(f"the weights of {listed(modules, known_unchanged)} were not changed by the workers")
     notes = [*map(Note.of_job, lines), *(Note.of_job(text, "warning") for text in warnings)]
-    return {*back, *unchanged}, [*notes, *notes_of_lost(modules, weights, lost)]
+    notes += [*notes_of_lost(modules, weights, lost), *_notes_of_elsewhere(modules, elsewhere)]
+    return {*back, *unchanged}, notes
 
 
 def notes_of_lost(
@@ -127,11 +132,33 @@ def notes_of_lost(
 
 
 def notes_of_detached(
-    modules: Mapping[ArgPath, Any], full: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
+    modules: Mapping[ArgPath, Any],
+    full: Mapping[ArgPath, Mapping[str, Any]],
+    lost: Mapping[ArgPath, str],
+    elsewhere: Mapping[ArgPath, Sequence[int]],
 ) -> list[Note]:
     """Return notes about the weights that are kept for a detached job; see :func:`load_back`."""
     text = f"kept the trained weights of {listed(modules, list(full))}: job.load_weights(model) loads them"
-    return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, full, lost)]
+    notes = [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, full, lost)]
+    return [*notes, *_notes_of_elsewhere(modules, elsewhere)]
+
+
+def _notes_of_elsewhere(
+    modules: Mapping[ArgPath, Any], elsewhere: Mapping[ArgPath, Sequence[int]]
+) -> list[Note]:
+    """Return warnings about modules that ranks have trained separately, such as one model on each rank."""
+    paths_by_ranks: dict[tuple[int, ...], list[ArgPath]] = {}
+    for path, ranks in elsewhere.items():
+        paths_by_ranks.setdefault(tuple(ranks), []).append(path)
+    return [
+        Note.of_job(
+            f"{listed(modules, paths)} changed only on {formatting.ranks(ranks)}, and the weights come from another "
+            "rank, where nothing has changed them. To train a model on each rank, return its state_dict() and launch "
+            "with return_all=True",
+            "warning",
+        )
+        for ranks, paths in paths_by_ranks.items()
+    ]
 
 
 def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:

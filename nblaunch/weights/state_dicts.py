@@ -1,4 +1,5 @@
-"""State dicts: their versions, whether a module can load them, names without wrapper prefixes, and quantised entries.
+"""State dicts: their versions, whether a module can load them, names without wrapper prefixes, quantised entries, and
+samples of a module's weights.
 
 :func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
 all entries that fit before it raises an error. :func:`give_own_memory` prepares a module's tensors so that values can
@@ -11,7 +12,10 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+from nblaunch.weights.sharded import is_sharded
 
 _COMPILED = "_orig_mod"
 _ADDED = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -192,3 +196,24 @@ def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
             if name.startswith(prefix) and short not in others and not short.startswith(children):
                 entries[name] = short in quantised
     return entries
+
+
+_NUM_SAMPLED = 16  # parameters
+_NUM_ELEMENTS = 4096  # of each parameter
+_READABLE = ("cpu", "cuda", "xpu", "mps")
+"""Devices whose tensors can be read at any time. Reading a tensor of torch_xla would compile another graph."""
+
+
+def trained_samples(module: Any) -> list[float]:
+    """Return sums over a part of some trainable parameters, which differ once the module has been trained.
+
+    They do not depend on the device. Parameters in shards are left out, because reading one is a collective.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sums = []
+    for parameter in parameters[:: max(1, len(parameters) // _NUM_SAMPLED)]:
+        with suppress(Exception):  # for example, it is not initialised yet
+            if parameter.device.type in _READABLE and not is_sharded(parameter):
+                part = parameter.detach().reshape(-1)[:_NUM_ELEMENTS].double().cpu()
+                sums.append(part.abs().sum().item() + part.sum().item() / 3)
+    return [value for value in sums if value == value]  # NaN differs from itself

@@ -17,7 +17,7 @@ from nblaunch import formatting
 from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.weights.sharded import is_fsdp1_module, is_fsdp_module, is_sharded, shards_to_send
-from nblaunch.weights.state_dicts import quantised_entries, without_wrappers_inside
+from nblaunch.weights.state_dicts import quantised_entries, trained_samples, without_wrappers_inside
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
@@ -73,6 +73,7 @@ class Delivery:
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in paths]
         if originals is not None and self._is_main:
             originals.remember(self._modules)
+        self._samples = {} if topology.world_size == 1 else self._sampled()
 
     @property
     def modules(self) -> Collection[Any]:
@@ -92,8 +93,15 @@ class Delivery:
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = self._outbox.put_value(value) if is_wanted else ValueLocation()
         sends = self._sends()
-        yield Returned(self._rank, value_location=location, left_by_exit=left_by_exit, sends=sends)
+        present = self._sampled() if self._samples else {}
+        changed = tuple(path for path in present if present[path] != self._samples[path])
+        yield Returned(
+            self._rank, value_location=location, left_by_exit=left_by_exit, sends=sends, changed=changed
+        )
         yield from self._put_states(sends)
+
+    def _sampled(self) -> dict[ArgPath, list[float]]:
+        return {path: trained_samples(module) for path, module in self._modules.items()}
 
     def interrupted_states(self) -> Iterator[Interrupted | StateSent]:
         """Yield the event that reports the progress of this rank's function, then write the states as

@@ -12,6 +12,7 @@ from torch import nn
 
 from nblaunch.launcher.weights import describe_uncollected_modules
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 net = nn.Linear(2, 2)
 frozen = nn.Linear(2, 2).requires_grad_(False)
@@ -143,3 +144,32 @@ def evaluate():
         "notebook_launcher(train, num_processes=2, sync_weights=False)",
     ):
         assert "which was not in args" not in kernel.run(quiet).stdout
+
+
+SEPARATE = """
+import os, torch
+from nblaunch import Accelerator, notebook_launcher
+def train(models):
+    with torch.no_grad():
+        models[int(os.environ["RANK"])].weight.add_(1)
+def evaluate(models):
+    return Accelerator().prepare(models[0])(torch.ones(1, 2)).sum().item()
+models = [torch.nn.Linear(2, 1) for _ in range(3)]
+before = [model.weight.clone() for model in models]
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", thorough("forkserver")])
+def test_a_warning_names_models_that_another_rank_trains_alone(kernel: Kernel, start_method: str) -> None:
+    kernel.run(SEPARATE)
+    method = f"start_method={start_method!r}"
+    shown = kernel.run(f"notebook_launcher(train, (models,), num_processes=2, {method})").shown
+    assert "args[0][1] (Linear) changed only on rank 1" in shown
+    assert "trained weights into args[0][0] (Linear)" in shown
+    assert not any("not changed" in line and "args[0][1]" in line for line in shown.splitlines())
+    changed = "[not torch.equal(model.weight, weight) for model, weight in zip(models, before)]"
+    assert kernel.run(changed).value == [True, False, False]
+    assert (
+        "changed only"
+        not in kernel.run(f"notebook_launcher(evaluate, (models,), num_processes=2, {method})").shown
+    )
