@@ -273,6 +273,24 @@ NAN = """
 
 
 @pytest.mark.alarms("nan_on_one_rank")
+@pytest.mark.alarms("replicas_differ")
+def test_the_warning_names_unused_parameters(shared: Kernel) -> None:
+    cell = shared.run(
+        """def train():
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    model[0].unused = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+notebook_launcher(train, num_processes=2)""",
+        raises="RuntimeError",
+    )
+    assert "unused parameters, such as 0.unused.weight. Pass Accelerator(kwargs_handlers=" in cell.shown
+
+
 def test_nan_is_traced_to_its_first_rank(shared: Kernel) -> None:
     shared.run(SETUP)
     shown = " ".join(

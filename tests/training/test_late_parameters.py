@@ -79,14 +79,17 @@ def test_unpickled_models_average_late_parameters() -> None:
         assert weights == pytest.approx(expected, rel=1e-9)
 
 
-def _freeze(is_whole: bool, options: dict[str, Any], is_replaced: bool = False) -> str:
+def _freeze(is_whole: bool, options: dict[str, Any], change: str = "freeze") -> str:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
     model = nn.Sequential(_layer(1), _layer(2))
     wrapped = accelerator.prepare(model)
     rows = _rows().requires_grad_()
-    if is_replaced:
+    if change != "freeze":
         accelerator.backward(wrapped(rows).sum())
-        model[0] = _layer(7)
+        if change == "replace":
+            model[0] = _layer(7)
+        else:
+            del model[0]
         with accelerator.no_sync(wrapped):
             accelerator.backward(wrapped(rows).sum())  # nothing to average yet
     else:
@@ -110,14 +113,15 @@ def test_parameters_frozen_after_prepare_are_named() -> None:
     assert ranks.run(_freeze, 2, False, {"static_graph": True}) == ["", ""], "the graph is not known yet"
 
 
-def test_layers_replaced_after_prepare_are_named_before_torch_skips_an_average() -> None:
+@pytest.mark.parametrize("change", ["replace", "delete"])
+def test_layers_lost_after_prepare_are_named_before_torch_skips_an_average(change: str) -> None:
     for options in ({}, {"static_graph": True}):
-        for message in ranks.run(_freeze, 2, False, options, True):
+        for message in ranks.run(_freeze, 2, False, options, change):
             assert message.startswith(
                 "0.weight, 0.bias of the Sequential was removed or replaced after prepare, but"
             )
             assert "find_unused_parameters=True" in message
-    assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}, True) == ["", ""]
+    assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}, change) == ["", ""]
 
 
 def _join_late() -> str:

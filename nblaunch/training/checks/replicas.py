@@ -59,8 +59,7 @@ class DifferentReplicas(Check):
             self.report(
                 f"the gradients of the {name} differ between ranks when the optimizer steps, because nothing has "
                 "averaged them",
-                "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
-                "no_sync() before the last backward pass of a step",
+                _advice(model),
                 value=(f"gradients {share}", *elements_of(gradients)),
                 judged_by="equal",
             )
@@ -132,6 +131,25 @@ class DifferentStatistics(Check):
                     value=("statistics", *elements_of(means)),
                     judged_by="equal",
                 )
+
+
+def _advice(model: DistributedDataParallel) -> str:
+    """Return what to do about gradients that DDP has not averaged."""
+    missing = [name for name, parameter in model.module.named_parameters() if _lacks_gradient(parameter)]
+    if missing and not model.find_unused_parameters:
+        return (
+            f"DistributedDataParallel waits for the gradients of unused parameters, such as {missing[0]}. Pass "
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), and call the "
+            "model that accelerator.prepare() returned"
+        )
+    return (
+        "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave no_sync() "
+        "before the last backward pass of a step"
+    )
+
+
+def _lacks_gradient(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.grad is None
 
 
 def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:

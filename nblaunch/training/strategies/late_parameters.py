@@ -28,7 +28,7 @@ _MAX_NAMES = 3
 
 
 class _Registrations:
-    """Counts assignments of parameters and modules to modules in this process, from the first call to ``watch``."""
+    """Counts the parameters and modules that modules of this process get and lose, from the first call to ``watch``."""
 
     count = 0
     is_watching = False
@@ -39,6 +39,13 @@ class _Registrations:
             cls.is_watching = True
             torch_modules.register_module_parameter_registration_hook(cls._note)
             torch_modules.register_module_module_registration_hook(cls._note)
+            delete = torch.nn.Module.__delattr__  # torch has no hook for it
+
+            def noted_delete(module: torch.nn.Module, name: str) -> None:
+                cls._note()
+                delete(module, name)
+
+            torch.nn.Module.__delattr__ = noted_delete  # type: ignore[method-assign]
 
     @classmethod
     def _note(cls, *registered: Any) -> None:
