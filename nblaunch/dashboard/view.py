@@ -53,7 +53,7 @@ class Bar:
 
     Args:
         text: the bar without its drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``.
-        fraction: progress, 0 to 1; None without a total.
+        fraction: progress, 0 to 1; None if there is no total.
     """
 
     text: str
@@ -186,7 +186,8 @@ class RankView:
         phase: the last state other than waiting.
         first_epoch: the first epoch of the training run that a reading showed; 0 before the first reading.
         first_epoch_s: ``now_s`` of the first reading with that epoch.
-        warm_up: seconds and number of the first steps of a training run; None before they are over.
+        warm_up: duration in seconds of the first steps of a training run, and how many there were; None before they
+            are over.
         warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
         epoch_length_s: mean seconds of an epoch, including its evaluation; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
@@ -198,7 +199,7 @@ class RankView:
         trained_rates: steps per second, samples per second and ``busy_step_s`` when the rank last trained.
         trained_fraction: progress of the epoch's training, 0 to 1, while the rank evaluates.
         rate_points: points of the last seconds, for rates.
-        trained_span: seconds, steps and samples of the training run so far, without evaluations.
+        trained_span: seconds, steps and samples of the training run so far, excluding evaluations.
     """
 
     rank: int
@@ -244,7 +245,7 @@ class RankView:
 
     @property
     def mean_rates(self) -> tuple[float | None, float | None]:
-        """Steps and samples per second over all of training, without evaluations; None if unknown."""
+        """Steps and samples per second over all of training, excluding evaluations; None if unknown."""
         span_s, num_steps, num_samples = self.trained_span
         if span_s <= 0 or num_steps <= 0:
             return None, None
@@ -400,7 +401,7 @@ class JobView:
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, without duplicates.
-        hang: the last report about ranks without progress, one line per rank; empty once they have continued.
+        hang: the last report about ranks that make no progress, one line per rank; empty once they have continued.
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by (number of the training run, counted from 0; number of the epoch).

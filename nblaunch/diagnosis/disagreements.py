@@ -53,7 +53,7 @@ class Disagreement:
 
     Args:
         group: the group.
-        number: number of the call in the group.
+        number: the call's number in its group, counted from 1.
         calls: rank -> its call with this number, for ranks that have reached it.
         of_rates: whether the calls are optimizer steps with different learning rates.
     """

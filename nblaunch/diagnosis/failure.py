@@ -103,7 +103,7 @@ def failure_of(
         report: facts of the attempt.
         pids: rank -> process id.
         logs: log files of the job.
-        attempt: number of the attempt.
+        attempt: number of the attempt, counted from 0.
         past: one line for each earlier attempt that failed.
     """
     if report.hang:

@@ -65,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks without progress.
+    """Ranks that make no progress.
 
     Args:
         hung: ranks that hang.

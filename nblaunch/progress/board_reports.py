@@ -207,7 +207,7 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> tuple[int, int]:
-        """Return the number of the epoch, and the total number of epochs, 0 if unknown.
+        """Return which epoch this is, counted from 1, and the total number of epochs, 0 if unknown.
 
         The source is the training framework, else a loop of ``accelerator.progress``, else the ``for`` loops in the
         user's code.

@@ -69,7 +69,7 @@ def _state_of(parameter: Any) -> Any:
 
 
 def _parameter_of(loss: Any) -> Any:
-    """Return the first parameter that is found in the graph of ``loss``; None without one."""
+    """Return the first parameter that is found in the graph of ``loss``; None if there is none."""
     nodes, seen = [loss.grad_fn], 0
     while nodes and seen < _MAX_NODES:
         node = nodes.pop()

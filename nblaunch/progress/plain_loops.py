@@ -423,7 +423,7 @@ class PlainLoops:
         loops.advance(reading.loop, reading.num_rows)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
-        """Return the number of the epoch, and the total number of epochs, 0 if unknown."""
+        """Return which epoch this is, counted from 1, and the total number of epochs, 0 if unknown."""
         self._num_epochs += 1
         plan = self.reports.loops.plan
         if plan is not None:
