@@ -219,7 +219,7 @@ def test_the_default_file_is_written_once(command: Command) -> None:
     assert values["num_processes"] >= 1
     again = command("config", "default")
     assert again.code == 2
-    assert "not overwritten" in again.err
+    assert "already exists" in again.err
 
 
 def test_the_default_file_may_have_another_precision(command: Command) -> None:
@@ -241,7 +241,7 @@ def test_a_notebook_writes_the_default_file_as_tutorials_do(
     text = path.read_text()
     assert write_basic_config("no", str(path)) is False
     assert path.read_text() == text
-    assert "not overwritten" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     with pytest.raises(ValueError, match="fp5"):
         write_basic_config("fp5", tmp_path / "other.yaml")
     assert not (tmp_path / "other.yaml").exists()
