@@ -135,7 +135,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if len(value) <= _MAX_ITEMS:
             yield from ((_key(key, i), part) for i, (key, part) in enumerate(list(value.items())))
     elif dataclasses.is_dataclass(cls):
-        names = (field.name for field in dataclasses.fields(cls))
+        names = dict.fromkeys([*(field.name for field in dataclasses.fields(cls)), *_attributes(value)])
         yield from ((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
     elif issubclass(cls, (SimpleNamespace, argparse.Namespace)):
         yield from ((f".{name}", part) for name, part in vars(value).items())

@@ -21,6 +21,7 @@ from nblaunch.weights.state_dicts import quantised_entries, trained_samples, wit
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
+from nblaunch.worker.inheritance import new_modules
 from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors named in one line
@@ -65,6 +66,7 @@ class Delivery:
         self._is_main = topology.local_rank == 0 if is_main is None else is_main
         self._outbox_fd = outbox_fd
         self._returns_value = returns_value
+        self._args = args
         self._modules = modules_at(args, wanted_modules)
         self._originals = originals
         self._num_steps_before = steps.num_done
@@ -113,6 +115,7 @@ class Delivery:
         yield from self._put_states(sends)
 
     def _sends(self) -> tuple[ArgPath, ...]:
+        self._modules.update(new_modules.replacements(self._args, self._modules))
         # If every rank holds the whole module, one rank is enough.
         sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
         return (*sends, *self._optimizers, *self._absent) if self._is_main else sends

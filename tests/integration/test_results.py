@@ -167,6 +167,45 @@ result["accuracy"], type(result["model"]).__name__, tuple(result["model"](torch.
     assert cell.value == (0.5, "Linear", (3, 1))
 
 
+ESTIMATORS = """
+class Estimator:
+    "Creates its module anew in each fit, like those of skorch and TabNet."
+    def fit(self, value, width=1):
+        self.module = nn.Linear(2, width)
+        nn.init.constant_(self.module.weight, value)
+        return self
+    def wrap(self):
+        self.wrapped = nn.Sequential(self.module)
+fitted, unfitted, wider, wrapped = Estimator().fit(1.0), Estimator(), Estimator().fit(1.0), Estimator().fit(1.0)
+"""
+
+
+def test_the_module_of_an_estimator_that_is_fitted_again_comes_back(shared: Kernel) -> None:
+    shared.run(ESTIMATORS)
+    cell = shared.run(
+        """
+def train(fitted, unfitted, wider, wrapped):
+    fitted.fit(3.0)
+    unfitted.fit(3.0)
+    wider.fit(3.0, width=2)
+    wrapped.wrap()
+notebook_launcher(train, (fitted, unfitted, wider, wrapped), 2)
+fitted.module.weight.tolist(), wider.module.weight.tolist()
+"""
+    )
+    assert cell.value == ([[3.0, 3.0]], [[1.0, 1.0]])
+    assert "changes args[1].module, args[2].module in its worker only" in cell.stdout
+    assert "trained weights into args[0].module" in cell.stdout
+
+
+def test_a_new_module_of_a_global_object_is_named_unless_it_is_returned(shared: Kernel) -> None:
+    shared.run(ESTIMATORS)
+    program = "def train():\n    fitted.fit(3.0){}\nnotebook_launcher(train, num_processes=2)"
+    assert "changes fitted.module in its worker only" in shared.run(program.format("")).stdout
+    returned = shared.run(program.format("; return fitted"))
+    assert "in its worker only" not in returned.stdout
+
+
 def test_a_large_state_dict_comes_back_without_many_copies(shared: Kernel) -> None:
     cell = shared.run(
         """

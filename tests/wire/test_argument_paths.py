@@ -55,6 +55,13 @@ def test_containers_are_looked_through() -> None:
     assert paths({Kind.TEACHER: net(), object(): net()}) == ["args[0][<Kind.TEACHER: 1>]", "args[0][key 1]"]
 
 
+def test_attributes_that_a_dataclass_does_not_declare_are_found() -> None:
+    """As in TabNet's estimators, whose ``fit`` creates the network."""
+    setup = Setup(1)
+    setup.network = net()  # type: ignore[attr-defined]
+    assert paths(setup) == ["args[0].network"]
+
+
 def test_each_module_is_listed_once() -> None:
     model = net()
     assert paths(model, model, [model]) == [0]

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
 from nblaunch.worker.inheritance import watched_values
+from nblaunch.worker.inheritance.new_modules import HeldModules
 from nblaunch.worker.inheritance.plain_values import has_own_class
 from nblaunch.worker.inheritance.watched_values import Watcher
 
@@ -110,6 +111,7 @@ class Changes:
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         self._variables += [each for reached in functions for each in _assigned(reached)]
         self._modules = finder.modules
+        self._held = HeldModules(values)
 
     def describe(self, returned: Any) -> list[str]:
         """Return sentences about the changes that do not reach the kernel.
@@ -119,7 +121,7 @@ class Changes:
         """
         kept = _kept_in(returned)
         texts = []
-        if names := _changed(self._variables, kept):
+        if names := [*_changed(self._variables, kept), *self._held.new(kept)]:
             texts.append(_LOST.format(names=", ".join(names)))
         if names := _changed(self._modules, kept):
             texts.append(
