@@ -117,6 +117,14 @@ def user_frame_behind(frame: FrameType | None, packages: Collection[str]) -> Fra
     return frame
 
 
+def innermost_user_frame() -> FrameType | None:
+    """Return the innermost running frame of the user's code, such as the line that calls a library's ``fit``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame outside nblaunch, where the user's function begins.
 

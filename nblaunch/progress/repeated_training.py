@@ -8,13 +8,12 @@ last digit, and no process group connects the ranks.
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 from nblaunch import env
 from nblaunch.context import ProcessContext
 from nblaunch.events import Observation
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import innermost_user_frame
 
 CHECK = "repeated_training"
 """Name of this check in ``NBLAUNCH_CHECKS``."""
@@ -49,7 +48,7 @@ class FirstLosses:
             self._report(losses)
 
     def _report(self, losses: list[str]) -> None:
-        frame = _users(sys._getframe(1))
+        frame = innermost_user_frame()
         self._here.emit(
             Observation(
                 self._here.topology.rank,
@@ -64,13 +63,6 @@ class FirstLosses:
                 lineno=0 if frame is None else frame.f_lineno,
             )
         )
-
-
-def _users(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's code, such as the line that calls a library's ``fit``."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
 
 
 def _has_group() -> bool:

@@ -70,6 +70,7 @@ from nblaunch.worker.inheritance import (
     lost_changes,
     missing_names,
     queues,
+    shared_pipes,
     studies,
     unfinished_files,
 )
@@ -270,6 +271,7 @@ class _Worker:
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
             connections.renew(closed.union(self.files.channels.values()))
+            shared_pipes.watch(frozenset(self.files.channels.values()))
             self.files.watch(assignment.rank, self.locks, self._warn)
         else:
             unfinished_files.reject_writes_to_copies()
@@ -326,7 +328,7 @@ class _Worker:
         """Return evidence for ``error``: connections, names, the device. A failure never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
-            of_names = missing_names.explain(error)
+            of_names = (*missing_names.explain(error), *shared_pipes.explain(error))
             return *of_connections, *of_names, *backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)

@@ -22,6 +22,7 @@ files.py          files that the kernel has open, with positions.py and written_
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 pools.py          recreates pools of the standard library and joblib, and restarts data loaders, when a worker uses them
 queues.py         waits until others have read the values that the function put into multiprocessing queues
+shared_pipes.py   reports reads of several ranks from one pipe to a process of the kernel
 studies.py        reports writes to copies of optuna studies
 kernel_threads.py restarts log listeners, and reports joins of threads that the fork left behind
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler

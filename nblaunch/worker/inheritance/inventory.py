@@ -107,7 +107,8 @@ KINDS: tuple[Kind, ...] = (
             "shared with the kernel and all ranks, so each byte reaches one reader. HTTP clients (`requests`, `httpx`, "
             "`urllib3`, `http.client`) and log handlers reconnect. Other connections to other machines, and to "
             "programs that the kernel has not started, such as databases, belong to the first rank; the other ranks "
-            "find them closed, and an error names them",
+            "find them closed, and an error names them. A note appears if all ranks read from one "
+            "`multiprocessing.Pipe` to a process of the kernel",
         ),
         fresh=Way(Treatment.REJECTED, f"a connection {_NOT_PICKLED}"),
     ),

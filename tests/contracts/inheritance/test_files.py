@@ -361,3 +361,49 @@ def test_loader_processes_have_own_positions(kernel: Kernel, tmp_path: Path) -> 
     )
     cell = kernel.run("nblaunch.notebook_launcher(train, num_processes=2, dashboard='none', return_all=True)")
     assert cell.value == [[0] * 20] * 2
+
+
+ENVIRONMENT = """
+import nblaunch, multiprocessing, os
+context = multiprocessing.get_context("fork")
+
+class Environment:
+    "Answers each request with its double, in a process."
+    def __init__(self):
+        self.here, there = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+    def serve(self, there):
+        while (number := there.recv()) is not None:
+            there.send(2 * number)
+    def ask(self, number):
+        self.here.send(number)
+        return self.here.recv()
+    def close(self):
+        self.here.send(None)
+        self.process.join()
+
+environment = Environment()
+assert environment.ask(1) == 2
+"""
+
+
+def test_ranks_that_share_the_pipe_to_a_process_are_named(kernel: Kernel) -> None:
+    kernel.run(ENVIRONMENT)
+    shown = kernel.run(
+        "def function(): environment.ask(1)\nnblaunch.notebook_launcher(function, num_processes=2)"
+    ).shown
+    assert "Cell In[1], line 16). Create the object that owns the process inside" in shown
+    one_rank = "def function(): return environment.ask(1) if os.environ['RANK'] == '0' else None\n"
+    own = "def function():\n    own = Environment()\n    doubled = own.ask(1)\n    own.close()\n    return doubled\n"
+    for program, expected in ((one_rank, [2, None]), (own, [2, 2])):
+        cell = kernel.run(f"{program}nblaunch.notebook_launcher(function, num_processes=2, return_all=True)")
+        assert "shared_pipe" not in cell.shown
+        assert cell.value == expected
+    error = kernel.run(
+        "def function(): environment.process.is_alive()\nnblaunch.notebook_launcher(function, num_processes=2)",
+        raises="AssertionError",
+    ).raised
+    assert "a cell started this process, and only the kernel can wait for it" in error.text
+    kernel.run("environment.close()")
