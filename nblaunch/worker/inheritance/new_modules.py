@@ -57,12 +57,12 @@ class HeldModules:
         """
         names: list[str] = []
         modules = [module for _, _, before in self._objects.values() for module in before.values()]
-        known = {id(part) for module in modules for part in (*module.modules(), *module.parameters())}
+        held = {id(part) for module in modules for part in (*module.modules(), *module.parameters())}
         for name, value, before in self._objects.values():
             with suppress(Exception):
                 for path, module in modules_in((value,)).items():
                     is_sent = name.startswith("args[") and _replaces(module, before.get(path))
-                    if not is_sent and id(module) not in kept and _is_new(module, known):
+                    if not is_sent and id(module) not in kept and _is_new(module, held):
                         names.append(f"{name}{str(path).removeprefix(_FIRST)}")
         return names
 
@@ -75,7 +75,7 @@ def _replaces(module: Any, other: Any) -> bool:
     return state.keys() == others.keys() and not any(shape_mismatches(other, others, state))
 
 
-def _is_new(module: Any, known: set[int]) -> bool:
-    """Return whether a module with parameters contains none of the ``known`` modules and parameters."""
+def _is_new(module: Any, held: set[int]) -> bool:
+    """Return whether a module with parameters contains none of the ``held`` modules and parameters."""
     tensors = [id(parameter) for parameter in module.parameters()]
-    return bool(tensors) and known.isdisjoint(tensors) and known.isdisjoint(map(id, module.modules()))
+    return bool(tensors) and held.isdisjoint(tensors) and held.isdisjoint(map(id, module.modules()))
