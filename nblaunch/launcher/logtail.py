@@ -180,7 +180,7 @@ class LogTail:
             except OSError as error:
                 if not descriptors.are_exhausted(error):
                     raise
-                return False  # this process has no descriptor left at the moment
+                return False  # this process currently has no descriptor left
         return True
 
     def _keep_within_limit(self) -> list[Event]:

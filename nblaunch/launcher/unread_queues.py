@@ -146,7 +146,7 @@ class _Kept:
     """The saved values of one queue.
 
     Args:
-        queue: queue of the kernel.
+        queue: one of the kernel's queues.
         has_tensors: whether values may refer to memory of a rank, which must be taken over while the rank is alive.
     """
 
@@ -196,7 +196,7 @@ class _Kept:
             self._begin_message()
 
     def put_back(self) -> Callable[[], None] | None:
-        """Write as many bytes as the pipe takes at once; return a function that writes the rest."""
+        """Write as many bytes as the pipe takes now; return a function that writes the rest."""
         descriptors.close(self.reader)
         if not self._messages:
             self._end()

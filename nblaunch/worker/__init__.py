@@ -9,7 +9,7 @@ collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records collectives, with the user's lines
 user_lines.py        finds the user's line that called a hook
 span_hooks.py        hooks on saves and garbage collections, which record how long they take
-file_writes.py       files that several ranks may write at once
+file_writes.py       files that several ranks may write at the same time
 output.py            sends output to the log file and displays to the launcher
 open_files.py        files that the function leaves open
 delivery.py          sends the return value, then trained weights and optimizer states

@@ -134,7 +134,8 @@ class FileWrites:
         return Observation(
             self._rank,
             check=CHECK,
-            problem=f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
+            problem=f"several ranks write the file {os.path.basename(path)} at the same time, so its contents "
+            "depend on timing",
             advice="Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own "
             "file",
             step=self._slot.num_updates,

@@ -96,7 +96,7 @@ def _content(value: Any) -> tuple[bytes | None, str]:
 
 
 def write(attributes: Sequence[AssignedAttribute]) -> None:
-    """Change these attributes in this process, each once its module is imported."""
+    """Change these attributes in this process, each as soon as its module is imported."""
     for attribute in attributes:
         packages.when_imported(attribute.place.module, partial(_write, attribute))
 

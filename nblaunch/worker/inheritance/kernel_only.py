@@ -129,7 +129,7 @@ def _leave_interactive_mode() -> None:
 
 
 def _reject_input() -> None:
-    """Make ``input()`` raise an error, because a front end can't ask for several workers at once."""
+    """Make ``input()`` raise an error, because a front end can't ask for several workers at the same time."""
 
     def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(

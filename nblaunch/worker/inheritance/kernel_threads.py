@@ -54,7 +54,7 @@ def _restart_listener_once(handler: Any) -> None:
 
 
 def _restart_listener(records: Any) -> None:
-    """Start a thread for the listener that reads a queue of the kernel, if there is such a listener.
+    """Start a thread for the listener that reads one of the kernel's queues, if there is such a listener.
 
     Records in queues that processes share still reach the kernel's listener.
     """
