@@ -9,7 +9,7 @@ because memory runs out or ``state_dict()`` raises an error, this result is unaf
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,9 +78,9 @@ class Delivery:
         self._samples = {} if topology.world_size == 1 else self._sampled()
 
     @property
-    def modules(self) -> Collection[Any]:
-        """The modules whose weights the launcher collects."""
-        return self._modules.values()
+    def modules(self) -> Mapping[ArgPath, Any]:
+        """The modules whose weights the launcher collects, by argument path."""
+        return self._modules
 
     @cached_property
     def _outbox(self) -> Outbox:

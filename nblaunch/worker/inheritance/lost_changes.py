@@ -24,15 +24,23 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import islice
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, module_of, used_by
-from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
+from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_in, path_name
 from nblaunch.worker.inheritance import watched_values
 from nblaunch.worker.inheritance.new_modules import HeldModules
 from nblaunch.worker.inheritance.plain_values import has_own_class
@@ -56,6 +64,10 @@ _LOST = (
 _OUTSIDE = (
     "the function changes {names} only in its worker, because only modules in args come back. To get the new weights, "
     "pass {them} as an argument"
+)
+_REPLACED = (
+    "the function replaces {names} by other modules, whose weights do not come back. Return their state_dict() from "
+    "the function, and load it in the notebook"
 )
 _STEPPED = (
     "the function steps {names} only in its worker: the notebook's optimizers keep their old states and do not "
@@ -89,7 +101,8 @@ class Changes:
         args: its arguments.
         is_forked: whether this worker may share memory with the kernel.
         advice: how to keep the states of optimizers; empty if the kernel gets them.
-        collected: the modules whose weights the kernel gets; if there are none, the launcher describes the others.
+        collected: argument path -> module whose weights the kernel gets; if there are none, the launcher describes
+            the others.
     """
 
     def __init__(
@@ -99,15 +112,16 @@ class Changes:
         *,
         is_forked: bool,
         advice: str,
-        collected: Collection[Any] = (),
+        collected: Mapping[ArgPath, Any] = MappingProxyType({}),
     ) -> None:
+        self._args, self._collected = args, collected
         self._advice = advice
         self._optimizers = list(_optimizers(args)) if advice else []
         values = [(f"args[{position}]", value) for position, value in enumerate(args)]
         functions = [] if function is None else list(_functions([function, *args]))
         values += [] if function is None else list(used_by(function))
         values += [each for reached in functions for each in captured_variables(reached)]
-        finder = _Finder(is_forked, collected)
+        finder = _Finder(is_forked, collected.values())
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         self._variables += [each for reached in functions for each in _assigned(reached)]
         self._modules = finder.modules
@@ -127,9 +141,20 @@ class Changes:
             texts.append(
                 _OUTSIDE.format(names=", ".join(names), them="it" if len(names) == 1 else "each of them")
             )
+        if names := self._replaced():
+            texts.append(_REPLACED.format(names=", ".join(names)))
         if names := _changed(self._optimizers, set()):
             texts.append(_STEPPED.format(names=", ".join(names), advice=self._advice))
         return texts
+
+    def _replaced(self) -> list[str]:
+        """Return the names of collected modules in whose place the function has put modules without them."""
+        present = modules_at(self._args, list(self._collected))
+        return [
+            f"{path_name(path)} ({type(module).__name__})"
+            for path, module in self._collected.items()
+            if path in present and not any(part is module for part in present[path].modules())
+        ]
 
 
 def _changed(variables: Sequence[_Variable], kept: set[int]) -> list[str]:
@@ -244,7 +269,7 @@ class _Finder:
         modules: variables that are modules whose weights the kernel does not get.
     """
 
-    def __init__(self, is_forked: bool, collected: Collection[Any]) -> None:
+    def __init__(self, is_forked: bool, collected: Iterable[Any]) -> None:
         self.modules: list[_Variable] = []
         self._watcher = Watcher(is_forked)
         self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}

@@ -158,7 +158,7 @@ def is_unset(value: Any) -> bool:
 def is_kept(attribute: str, before: Any, now: Any) -> bool:
     """Return whether a function has set an attribute to a result.
 
-    A function may set other attributes for its own use, such as an integer to the rank, or options to other options.
+    A function may set other attributes for its own use, such as an integer to the rank, or a dictionary to options.
 
     Args:
         attribute: name of the attribute.
@@ -169,6 +169,8 @@ def is_kept(attribute: str, before: Any, now: Any) -> bool:
         is_expected = is_unset(before) or _BEST.search(attribute)
         return bool(is_expected) and now != before and not _CLOCK.search(attribute)
     if not _is_collection(now) or not (before is None or _is_collection(before)):
+        return False
+    if isinstance(now, dict) and not (_num_kept(now) or _is_of_tensors(now) or _BEST.search(attribute)):
         return False
     num_before = 0 if before is None else _length(before)
     return _length(now) > num_before or _is_of_tensors(now)

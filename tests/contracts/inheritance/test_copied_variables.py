@@ -215,11 +215,12 @@ class Slots: history: list; best: float = 0.0; lr: float = 0.1
 class Stopping:
     history = []
     def __init__(self):
-        self.state = self.loader = None
+        self.state = self.loader = self.params = None
         self.best_loss, self.values, self.counter, self.order = 999, numpy.zeros(0), 0, [1, 2]
     def step(self):
         self.state, self.loader, self.best_loss, self.counter = {"weight": torch.ones(1)}, object(), 0.5, 1
         self.values, self.order = numpy.concatenate([self.values, [0.5]]), [2, 1]
+        self.params = {"p": 0.5}
         self.history.append(1)
 
 class Net(torch.nn.Linear):
@@ -284,6 +285,19 @@ def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_me
     assert note.partition("changes ")[2].partition(" only in its worker")[0] == (
         "average (AveragedModel), statistics (BatchNorm1d)"
     )
+
+
+@contract("variables of the notebook")
+def test_modules_that_replace_others_are_named(shared: Kernel, start_method: str) -> None:
+    shared.run(
+        "import torch\n"
+        "def function(models, pair):\n"
+        "    models['a'], pair[0] = torch.nn.Linear(1, 1), torch.nn.Sequential(pair[0])\n"
+        "models, pair = {name: torch.nn.Linear(1, 1) for name in 'ab'}, [torch.nn.Linear(1, 1)]"
+    )
+    call = f"nblaunch.notebook_launcher(function, (models, pair), num_processes=2, start_method={start_method!r})"
+    (line,) = {line for line in shared.run(call).shown.splitlines() if "other modules" in line}
+    assert line.startswith("nblaunch: the function replaces args[0]['a'] (Linear) by other modules")
 
 
 UNUSUAL = """
