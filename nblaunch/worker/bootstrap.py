@@ -57,6 +57,7 @@ from nblaunch.worker import (
     collective_hooks,
     file_writes,
     libraries,
+    nested_launchers,
     open_files,
     output,
     process_control,
@@ -267,6 +268,7 @@ class _Worker:
         )
         plain_loops.watch()
         frameworks.watch(assignment.rank)
+        nested_launchers.reject(assignment.topology)
         studies.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
@@ -325,11 +327,13 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Return evidence for ``error``: connections, names, the device. A failure never hides the error."""
+        """Return evidence for ``error``: connections, names, processes, the device. A failure never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
-            of_names = (*missing_names.explain(error), *shared_pipes.explain(error))
-            return *of_connections, *of_names, *backends.find(self.assignment.backend).explain_failure(error)
+            of_names = missing_names.explain(error)
+            of_processes = (*shared_pipes.explain(error), *nested_launchers.explain(error))
+            of_device = backends.find(self.assignment.backend).explain_failure(error)
+            return *of_connections, *of_names, *of_processes, *of_device
         except Exception as broken:
             return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)
 

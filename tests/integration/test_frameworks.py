@@ -168,3 +168,37 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=Tr
     assert cell.value == [[780] * 4] * 2
     assert "Exception" not in cell.stdout
     shared.wait_for_no_processes(5)
+
+
+def test_a_launcher_inside_the_function_is_rejected_at_once(fresh: Kernel, tmp_path: Path) -> None:
+    """As in Lightning's ``Trainer(strategy="ddp_notebook")``."""
+    launchers = tmp_path / "lightning" / "fabric" / "strategies" / "launchers"
+    launchers.mkdir(parents=True)
+    (launchers / "multiprocessing.py").write_text(
+        "class _MultiProcessingLauncher:\n    def launch(self, function): return function()\n"
+    )
+    fresh.run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})")
+    program = """
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+def train():
+    return _MultiProcessingLauncher().launch(lambda: 1)
+notebook_launcher(train, num_processes={})
+"""
+    error = fresh.run(program.format(2), raises="RuntimeError").raised
+    assert "Use strategy='ddp', with devices=2" in error.value
+    assert fresh.run(program.format(1)).value == 1
+
+
+def test_errors_of_processes_that_the_function_starts_say_so(shared: Kernel) -> None:
+    error = shared.run(
+        """
+import torch.multiprocessing
+def fail(rank):
+    raise ConnectionError("reset by peer")
+def train():
+    torch.multiprocessing.start_processes(fail, nprocs=1, start_method="fork")
+notebook_launcher(train, num_processes=2)
+""",
+        raises="ProcessRaisedException",
+    ).raised
+    assert "nblaunch has already started one process per rank" in error.text
