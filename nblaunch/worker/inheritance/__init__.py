@@ -10,7 +10,6 @@ cell_assignments.py  attributes of modules that cells have changed, for the same
 registrations.py  what cells have registered in libraries and modules, for the same workers
 lost_changes.py   names variables of the notebook that the function fills or assigns; with
                   watched_values.py  detects results in containers, arrays, tables, tensors and attributes
-comparisons.py    compares a variable's value with the value at the start of the function
 new_modules.py    finds modules that the function puts into the notebook's objects, as a library's fit does
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
