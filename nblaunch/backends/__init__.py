@@ -101,7 +101,7 @@ def choose(name: str) -> Backend:
         raise ValueError(f"backend={name!r} is unknown; valid values are {', '.join(map(repr, names()))}")
     if families[name].affinity() > 0:
         return families[name]
-    # torch, scripts and configuration files call AMD's GPUs "cuda".
+    # torch, scripts and configuration files refer to AMD GPUs as "cuda".
     same = [other for other in families.values() if other.device_type == name and other.affinity() > 0]
     if not same:
         raise RuntimeError(f"backend={name!r} can't be used here: {families[name].unavailable_reason()}")

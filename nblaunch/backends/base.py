@@ -90,7 +90,7 @@ class Backend(ABC):
     """The name in ``notebook_launcher(..., backend=name)``."""
 
     dist_backend: str
-    """The torch.distributed backend that its workers join: "gloo", "nccl"."""
+    """The torch.distributed backend that its workers use, such as "gloo" or "nccl"."""
 
     distributed_type = "MULTI_CPU"
     """``accelerator.distributed_type`` of a job with several processes: a member of ``DistributedType``."""
@@ -111,13 +111,13 @@ class Backend(ABC):
     """Whether loaders move a batch to the device while it computes on the previous one."""
 
     needs_static_shapes = False
-    """Whether every new batch shape triggers a compilation; if so, the last batch of an epoch is filled up."""
+    """Whether every new batch shape triggers a compilation; if so, the last batch of an epoch is padded."""
 
     reduces_gradients_at_step = False
     """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does so in backward."""
 
     exchanges_on_host = False
-    """Whether ranks exchange tensors on the device, except gradients, through gloo when the group also has gloo."""
+    """Whether ranks use gloo, if the group also has it, to exchange all tensors on the device except gradients."""
 
     num_own_collectives = 0
     """Number of collectives that this process has started on its device outside torch's process groups."""
@@ -159,11 +159,11 @@ class Backend(ABC):
     @property
     @abstractmethod
     def is_oversubscribable(self) -> bool:
-        """Whether more workers than devices make sense (CPU cores: yes; GPUs: no)."""
+        """Whether running more workers than devices makes sense (CPU cores: yes; GPUs: no)."""
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Return why workers that are forked from *this* process now can't use the device; None if they can.
+        """Return why workers forked from *this* process at this point can't use the device; None if they can.
 
         The text completes the sentence "fork is not possible here: ...".
         """
@@ -337,7 +337,7 @@ class Backend(ABC):
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """Return lines that explain the device's role in ``error``, which ended the function, and what to try."""
+        """Return lines that explain the device's role in ``error``, which ended the function, and suggest a remedy."""
         return ()
 
     def empty_cache(self) -> None:

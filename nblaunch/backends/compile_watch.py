@@ -19,7 +19,7 @@ from nblaunch import formatting
 from nblaunch.backends.base import Reporters, tensors
 
 WARM_UP_STEPS = 2
-"""Number of steps that compile for a new shape: the second does too, as the first created some of its inputs."""
+"""Number of steps that compile for a new shape: two, because the first creates some of the second's inputs."""
 
 _READING_STEPS = 3  # in a row, because an occasional read is not worth a report
 _CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs

@@ -177,7 +177,7 @@ def _module_of_torch(runtime: GpuRuntime) -> Any:
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
-    """Return why a fork of this process can't use a GPU, to complete "this process ..."; None if it can."""
+    """Return why a fork of this process can't use a GPU, worded to follow "this process ..."; None if it can."""
     torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
     in_vain = f"{name} can't be used in a forked process"
     if torch_module is not None and torch_module.is_initialized():
@@ -198,9 +198,9 @@ def _try_torch(runtime: GpuRuntime) -> None:
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-    # If no backward pass ran before the fork, this child's would initialise the driver with all GPUs, which takes a
-    # second or more at each launch on large machines, so the GPUs are hidden. If one did run, this child's fails even
-    # without any GPU.
+    # The GPUs are hidden because, if no backward pass ran before the fork, the backward pass of this child would
+    # initialise the driver with all GPUs, which takes a second or more at each launch on large machines. If a backward
+    # pass did run before the fork, the one in this child fails even without any GPU.
     env.apply(runtime.hiding)
     small_backward()
 
@@ -237,8 +237,8 @@ def _was_set_at_start(name: str) -> bool:
 def wanted_xla_device() -> str:
     """Return the user's PJRT_DEVICE; empty if it is unset, or if the import of torch_xla has set it.
 
-    The import sets it to CPU if it sees no TPU. The user did not ask for that, and it is wrong in a container that
-    hides the PCI bus.
+    The import sets the variable to CPU if torch_xla finds no TPU. The user did not ask for that, and it is wrong in a
+    container that hides the PCI bus.
     """
     value: str = env.read("PJRT_DEVICE") or ""
     return "" if value == _default_of_torch_xla else value.upper()
@@ -362,5 +362,5 @@ def small_backward() -> None:
     """Run a minimal backward pass on the CPU. Called in a probe process."""
     import torch
 
-    # A single number is too little work for OpenMP to use its threads, which a fork does not copy either.
+    # A fork does not copy OpenMP's threads, but a single number is too little work for OpenMP to use them.
     torch.ones((), requires_grad=True).backward()

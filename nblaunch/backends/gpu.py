@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ADVICE_ON_DEVICE = (
     r"barrier\(\): using the device under current context|No device id is provided via `init_process"
 )
-"""The warning of torch's ``barrier()``, as worded in torch 2.11 and newer, and in earlier releases."""
+"""The warning that torch's ``barrier()`` emits, as worded in torch 2.11 and newer, and in earlier releases."""
 _CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
@@ -174,7 +174,7 @@ _LATER = (
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """Explain a GPU or NCCL error and what to try, in one line each; return nothing for any other error.
+    """Explain a GPU or NCCL error and suggest what to try, in one line each; return nothing for any other error.
 
     Only the message is examined, because after most of these errors, CUDA answers every call with the same error.
     Errors that only report the loss of another rank are not explained here; that rank's own error explains them.
@@ -252,7 +252,7 @@ FAULTS = (
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU ran out of memory, as torch's own error or a library's error with such a message reports."""
+    """Return whether ``error``, torch's own or a library's with such a message, reports that GPU memory ran out."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False

@@ -76,7 +76,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
 def extend_collective_timeout() -> None:
     """Raise the default time limit of collectives to a day, because a rank may be in a debugger.
 
-    Groups that were created earlier or with their own limit keep it.
+    Groups that already exist, or that are created with their own limit, keep their limits.
     """
     global _is_timeout_extended
     _is_timeout_extended = True

@@ -1,7 +1,7 @@
 """AMD GPUs through ROCm: torch's device ``cuda``, connected by RCCL, which torch calls ``nccl``.
 
-``host/gpus.py`` reads the machine from files below /sys. This code has not run on a GPU yet. Workers start from a clean
-process, because a fork of a kernel with ROCm's libraries has not been tested.
+``host/gpus.py`` reads information about the GPUs from files under /sys. This code has not run on a GPU yet. Workers
+start from a clean process, because a fork of a kernel with ROCm's libraries has not been tested.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ MESHES: Mapping[str, Mapping[int, str]] = {
 """Kind of chip -> number of workers -> the mesh of their chips."""
 
 _BASE_PORT = 8476
-# Workers must not inherit these: the first would override the worker's own chip, the second would reject local ranks.
+# Workers must not inherit these: the first would override the worker's own chip, and the second would reject local
+# ranks.
 _LEFT_BEHIND = ("TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "NNODES")
 
 

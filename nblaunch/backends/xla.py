@@ -271,8 +271,8 @@ class XlaBackend(Backend):
             if self._has_fp32_doubles:
                 variable, other = other, variable
                 types = "float is bfloat16, double is float32"
-            # The runtime reads these variables once, at the first tensor of the process. torch_xla 2.6 deprecated them
-            # without a replacement; the values computed below show whether they still work.
+            # The runtime reads these variables once, when the process creates its first tensor. torch_xla 2.6
+            # deprecated them without a replacement; the values computed below show whether they still work.
             env.apply({variable: "1", other: None})
             single, double = _computed_thirds()
             has_bf16_doubles = double == _THIRD_IN_BF16

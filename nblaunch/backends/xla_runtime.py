@@ -274,8 +274,9 @@ def reject_spawn(topology: Topology) -> None:
 def separate_stores(topology: Topology) -> None:
     """Give this worker its own keys in the store that ``init_method="xla://"`` connects to.
 
-    This is for worlds of one process. torch waits in the store until all ranks of the world have arrived. If several
-    worlds share their keys, torch may count one rank too many, and then waits until the timeout.
+    This is for worlds of one process. In the store, torch counts the ranks that arrive, and waits until all ranks of
+    the world have arrived. If several worlds share their keys, torch may count one rank too many and then wait until
+    the timeout.
     """
 
     def separate(module: object) -> None:
