@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def submodules_of(package: str) -> list[str]:
-    """Return the modules of the table directly below ``package``, without its name."""
+    """Return the names of the modules directly below ``package`` in the table, relative to ``package``."""
     below = (name.removeprefix(f"{package}.") for name in HOMES if name.startswith(f"{package}."))
     return sorted(name for name in below if "." not in name)
 
@@ -120,9 +120,9 @@ def from_accelerate(name: str) -> Any:
     The placeholder raises an ImportError when it is used.
 
     nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
-    Accelerate exports. Programs that train and split models import such names along with names for training, and
-    libraries import them without using them. Each name is therefore Accelerate's own object, and can be imported even
-    if Accelerate is not installed.
+    Accelerate exports. Programs that both train models and split models import such names along with those for
+    training, and libraries import them without using them. Each name is therefore Accelerate's own object, and can be
+    imported even if Accelerate is not installed.
 
     Args:
         name: a name in :data:`nblaunch.compat.names.DELEGATED`, or a function of ``accelerate.big_modeling``.

@@ -166,7 +166,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Module -> home -> the names that the module takes from there; both without the prefix ``nblaunch.``."""
+"""Module -> home -> names that the module takes from that home; modules and homes lack the prefix ``nblaunch.``."""
 
 _SAME_AS_UTILS = (
     "checkpointing", "memory_utils", "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.environment",
