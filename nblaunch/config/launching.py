@@ -53,7 +53,7 @@ def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mappi
 def spec_of(
     resolved: Resolved, function: Callable[..., Any], args: tuple[Any, ...] = (), **fields: Any
 ) -> LaunchSpec:
-    """Return the launch that settings describe.
+    """Return the launch that the settings describe.
 
     Args:
         resolved: the settings.
@@ -82,7 +82,7 @@ def spec_of(
 
 
 def with_setting_names(text: str) -> str:
-    """Return a message about ``notebook_launcher``'s arguments with the names of the settings instead."""
+    """Return ``text`` with the names of settings in place of the names of ``notebook_launcher``'s arguments."""
     names = {field: name for name, field in FIELDS.items() if field != name} | {
         "use_port": "main_process_port"
     }
