@@ -41,6 +41,6 @@ def kept() -> Iterator[None]:
 
 
 def _change(disposition: signal.Handlers) -> None:
-    """Set the disposition of SIGCHLD, but only while the user's choice is to ignore it."""
+    """Set the disposition of SIGCHLD, but only while the user has chosen to ignore the signal."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         _set_disposition(signal.SIGCHLD, int(disposition))

@@ -37,7 +37,7 @@ def carry(tag: int) -> None:
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
-    # Nothing has set this limit, or an enclosing job has set it as its tag.
+    # Nothing has set this limit, or an enclosing job has set it to that job's tag.
     if soft == resource.RLIM_INFINITY or soft >= _LOWEST_TAG:
         with suppress(OSError, ValueError):
             resource.setrlimit(_LIMIT, (tag, hard))

@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_range(fd: int, start: int, length: int) -> None:
-    """Free a part of a file (in bytes); the rest stays unchanged.
+    """Free a range of bytes in a file; the rest stays unchanged.
 
     Raises:
         OSError: the file system does not support it.

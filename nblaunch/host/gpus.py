@@ -4,8 +4,8 @@ All readings of NVIDIA GPUs come from NVML, the driver's own library, through nv
 does not initialise CUDA, so the process can still be forked. No program is started, because nvidia-smi takes seconds
 with a slow driver.
 
-Information about AMD and Intel GPUs is read from the Linux kernel's files under ``/sys/class``, which starts neither
-ROCm nor Level Zero. Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
+Information about AMD and Intel GPUs is read from the Linux kernel's files under ``/sys/class``. Reading them starts
+neither ROCm nor Level Zero. Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
 ``/sys/class/kfd``, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
@@ -267,7 +267,7 @@ def _initialised() -> Any:
 
 
 def _ask(question: Callable[[Any], _Result]) -> _Result:
-    """Return the result of ``question`` while NVML is open; raise LookupError if NVML is unavailable."""
+    """Call ``question`` while NVML is open and return its result; raise LookupError if NVML is unavailable."""
     pynvml = _initialised()
     try:
         return question(pynvml)
@@ -335,10 +335,10 @@ def amd_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_amd_gpus() -> list[Gpu]:
-    """Return the AMD GPUs that HIP shows in this process, in its order.
+    """Return the AMD GPUs that HIP shows in this process, in HIP's order.
 
-    ROCR_VISIBLE_DEVICES chooses first; HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES if it is unset) chooses among
-    these.
+    ROCR_VISIBLE_DEVICES is applied first; HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES if it is unset) then selects
+    from the remaining GPUs.
     """
     shown = amd_gpus()
     hip = env.read("HIP_VISIBLE_DEVICES")
@@ -378,7 +378,7 @@ def num_intel_gpus() -> int:
 
 
 def num_visible_intel_gpus() -> int:
-    """Return the number of Intel GPUs that Level Zero shows in this process."""
+    """Return the number of Intel GPUs that are visible to this process through Level Zero."""
     count = num_intel_gpus()
     mask, selector = env.read("ZE_AFFINITY_MASK"), env.read("ONEAPI_DEVICE_SELECTOR")
     if mask:
@@ -391,7 +391,7 @@ def num_visible_intel_gpus() -> int:
 
 
 def _selected(selector: str, count: int) -> set[int]:
-    """Return which of ``count`` devices ``ONEAPI_DEVICE_SELECTOR``, such as ``"level_zero:0,1;opencl:*"``, selects."""
+    """Return which of ``count`` devices an ``ONEAPI_DEVICE_SELECTOR`` such as ``"level_zero:0,1;opencl:*"`` selects."""
     chosen: set[int] = set()
     for term in selector.lower().split(";"):
         interface, _, devices = term.strip().partition(":")

@@ -17,7 +17,7 @@ whereas a process with torch has 200,000.
 def frozen() -> Iterator[None]:
     """Make the garbage collector in forked processes ignore the objects that they share with this process.
 
-    A collection writes to the header of every object that it visits, which would copy the object's page.
+    A garbage collection writes to the header of every object that it visits, which would copy the object's page.
     """
     was_frozen = _is_frozen()
     gc.freeze()
@@ -30,9 +30,10 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def growing() -> Iterator[None]:
-    """Pause garbage collection while a process of nblaunch imports large packages, and exempt their objects from it.
+    """Pause garbage collection while a process imports large packages; later collections ignore the packages' objects.
 
-    The collector would visit the same objects dozens of times, which takes a tenth of the time of importing torch.
+    The collector would visit the same objects dozens of times, which accounts for a tenth of the time that importing
+    torch takes.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(0)

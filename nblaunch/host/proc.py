@@ -1,4 +1,4 @@
-"""Readings of the system, of running processes and of control groups from ``/proc`` and ``/sys``, if they exist."""
+"""Reads the state of the system, of running processes and of control groups from ``/proc`` and ``/sys``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def all_pids() -> list[int]:
-    """Return the processes of the machine that this process may see."""
+    """Return the ids of the processes that this process may see."""
     return [int(name) for name in _names_in("/proc") if name.isdigit()]
 
 

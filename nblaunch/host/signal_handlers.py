@@ -38,8 +38,8 @@ _outermost: held_back | None = None
 class held_back:
     """Holds back Python's signal handlers inside ``with held_back():`` blocks, which may be nested.
 
-    The end of the outermost block calls the held-back handlers, each once and in the order of their signals. Outside
-    the main thread, where Python calls no handlers, nothing happens.
+    When the outermost block ends, it calls the held-back handlers, each once and in the order of their signals. Nothing
+    happens outside the main thread, because Python calls no handlers in other threads.
 
     This class does not use ``contextmanager``, which would run its own lines after handlers are released.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from nblaunch.host import proc
 
 Address = tuple[str, int]
-"""Host and port of a TCP socket, or the path of a socket in the file system and 0."""
+"""The host and port of a TCP socket; for a socket in the file system, its path and 0."""
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group; source: unix(7), SO_PEERCRED
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
@@ -63,7 +63,7 @@ class _Stream:
 
 
 def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
-    """Return the connections that this process has opened to programs that it has not started.
+    """Return the connections that this process has opened to programs that it did not start.
 
     Connections to this process itself, and connections that others have opened, are left out. Connections within the
     machine are left out if the system does not show which process serves them.
@@ -88,7 +88,7 @@ def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
 
 
 def _stream(fd: int) -> _Stream | None:
-    """Return the socket of a descriptor; None if it is of another kind, or if another program has opened it."""
+    """Return the stream socket of a descriptor; None if the socket is of another kind or another program opened it."""
     try:
         connection = socket.socket(fileno=fd)
     except OSError:  # closed in the meantime
@@ -165,7 +165,7 @@ def _inodes_of_other_ends() -> dict[tuple[Address | None, Address], str]:
 
 
 def _listed_address(text: str) -> Address:
-    """Return an address from the system's table: words of 4 bytes, printed in this machine's byte order, and a port."""
+    """Parse an address from the system's table: 4-byte words, printed in this machine's byte order, and a port."""
     host, _, port = text.partition(":")
     words = (int(host[start : start + _DIGITS], 16) for start in range(0, len(host), _DIGITS))
     packed = b"".join(word.to_bytes(_DIGITS // 2, sys.byteorder) for word in words)

@@ -168,7 +168,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_problem(is_ours: bool, where: str = "") -> str | None:
-    """Return the reason why the chips can't be used now and what to do, if a process has taken them; otherwise None.
+    """Return why the chips can't be used now and what to do, if a process has taken them; otherwise None.
 
     Args:
         is_ours: whether this process is known to use them.
@@ -287,7 +287,7 @@ def num_chips_of(accelerator_type: str) -> int:
 
 
 def _type_of(kinds: Mapping[str, int]) -> str:
-    """Return the type of a single host with these chips; empty if there are none, or several kinds."""
+    """Return the type of a single host with these chips, or an empty string if there are none or several kinds."""
     if len(kinds) != 1:
         return ""
     ((kind, count),) = kinds.items()

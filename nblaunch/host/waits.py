@@ -6,10 +6,10 @@ handler or another thread of the same process can wake it. If all threads of a p
 certain to wait forever. A thread sleeps in a different system call, without the flag or with a deadline, if it is
 waiting for a pipe, a socket, a file, a clock, another process, or a lock shared between processes.
 
-Other threads may also wait to read from channels that no other process has. Some threads only serve others, and can't
-end a wait while they are idle.
+Other threads may also be waiting to read from channels that no other process has open. Some threads only serve others,
+and can't end a wait while they are idle.
 
-The main thread may also wait for an object that the calling process has as well, such as a pipe or a shared
+The main thread may also wait for an object that its process shares with the calling process, such as a pipe or a
 semaphore. Only other processes can then end the wait.
 
 On systems that do not show system calls (no ``/proc``, other processors, a sandbox), this module reports nothing.
@@ -53,13 +53,13 @@ _SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
 
 
 def name_as_clock(library: str) -> None:
-    """Mark the calling thread, by its name, as one that serves a library at intervals; do nothing without ``/proc``."""
+    """Rename the calling thread to mark it as one that serves a library at intervals; do nothing without ``/proc``."""
     with suppress(OSError):  # the system keeps 15 characters
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_CLOCK + library)
 
 
 Wait = tuple[int, str, str]
-"""Thread, address that it waits on, number of times that it has gone to sleep."""
+"""The thread, the address that it waits on, and the number of times that it has gone to sleep."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _system_call(folder: str) -> list[str]:
 
 
 def _is_shared_futex(fields: list[str]) -> bool:
-    """Return whether a thread waits, without a deadline, for memory that processes share."""
+    """Return whether a thread waits, without a deadline, for a futex in memory that processes share."""
     if fields[0] != str(_FUTEX):
         return False
     operation, deadline = int(fields[2], 16), int(fields[4], 16)
@@ -168,7 +168,7 @@ def _endless_wait(pid: int, thread: int) -> Wait | None:
 
 
 def _private_wait(pid: int, thread: int, has_deadline: bool) -> Wait | None:
-    """Return a thread's wait for a futex of its own process; None if it does not wait for one."""
+    """Return the thread's wait if it is for a futex of its own process; otherwise None."""
     folder = f"/proc/{pid}/task/{thread}"
     fields = _system_call(folder)
     if not fields or fields[0] != str(_FUTEX):
@@ -195,7 +195,7 @@ _ENDS_NO_WAIT = sum(
         signal.SIGABRT,
     )
 )
-"""Signals that a worker always has handlers for: for an interrupt, and for crashes."""
+"""Signals that a worker always handles: the interrupt signal, and those that report crashes."""
 
 _CLASSIC = (1 << 31) - 1
 """Signals 1 to 31. The launcher asks for stacks with a real-time signal, whose number is higher."""
