@@ -34,7 +34,7 @@ from nblaunch.wire.spans import SpanKind, start_of
 
 @dataclass(slots=True, eq=False)
 class Loop:
-    """One loop over a loader or another iterable, from first to last batch. A loop that trains is an epoch.
+    """One loop over a loader or another iterable, from first to last batch. A training loop counts as an epoch.
 
     Args:
         total: number of batches; -1 if unknown.
@@ -144,7 +144,7 @@ class LoopStack:
     def settle(self, counted: Loop | None, until_s: float) -> None:
         """Count each optimizer step as an iteration of ``counted``, if it is not None, without inspecting the loops.
 
-        This ends at ``until_s`` (monotonic clock), or when loops change.
+        The counting ends at ``until_s`` (monotonic clock), or earlier if the loops change.
         """
         self._slot.counted, self._slot.settled_until_s = counted, until_s
 
@@ -310,7 +310,7 @@ class _Bin:
         return value
 
     def absorb(self, other: _Bin) -> _Bin:
-        """Add another bin; both must have been read. Skip a non-finite bin, which would spread over the curve."""
+        """Merge another bin into this one after both were read, but skip a non-finite bin, which would spread."""
         if not math.isfinite(self.total):
             return other
         if math.isfinite(other.total):
@@ -324,7 +324,7 @@ def _ignore(step: int) -> None:
 
 
 class LossReport:
-    """Shows the losses of this rank on the board, at most twice a second: the last loss, and means of all.
+    """Shows this rank's losses on the board, at most twice a second: the last loss, and a curve of means.
 
     Reading a value from a device makes the process wait, so losses are summed on the device, in bins that end at fixed
     optimizer steps (``wire/board.py``). They are read from time to time, and at the end of a loop. A step ends when any
@@ -420,7 +420,7 @@ class LossReport:
             self.flush()
 
     def flush(self) -> None:
-        """Show the losses now, and the memory of the device if it is due."""
+        """Show the losses now, and the device's memory if its next update is due."""
         self._show_memory()
         latest, self._latest = self._latest, None
         if latest is None:
@@ -470,8 +470,8 @@ class LossReport:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
         total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
         self._epoch_total, self._epoch_count = 0.0, 0
-        # The last bin may continue in the next epoch. The losses of that epoch are then the amount by which the bin's
-        # sum grows, so the sum must be finite.
+        # The last bin may continue in the next epoch. The sum of that epoch's losses is then the amount by which the
+        # bin's sum grows, so the bin's sum must be finite.
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 

@@ -24,7 +24,7 @@ def divisor_of(loss: Any) -> float:
 
 
 class OwnUpdates:
-    """Steps that code without a torch optimizer takes, until an optimizer of torch steps.
+    """Counts the steps of code without a torch optimizer, until a torch optimizer steps.
 
     Args:
         slot: counts the steps of optimizers.
@@ -61,7 +61,7 @@ class OwnUpdates:
 
 
 def _state_of(parameter: Any) -> Any:
-    """Return what differs after an update in place, also one of ``parameter.data``."""
+    """Return a value that changes when ``parameter`` is updated in place, even through ``parameter.data``."""
     if parameter is None:
         return None
     first = parameter.detach().reshape(-1)[:1].tolist() if parameter.is_cpu else None

@@ -8,9 +8,9 @@ Hooks on torch see these calls, whichever library makes them. A loop over a load
 ``backward``, and otherwise as evaluation. Some libraries read ahead, so batches that were read before the first
 ``backward``, except the last, count as not done.
 
-The loss is the tensor on which ``backward`` was called. It is shown without the factor of a ``GradScaler`` and without
-the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it makes its own
-reports.
+The loss is the tensor on which ``backward`` was called. It is shown as it was before a ``GradScaler`` scaled it and
+before the loop divided it by the number of micro-steps. Calls by nblaunch's Accelerator are ignored, because it makes
+its own reports.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DATA_HERE = start_of(SpanKind.DATA)  # of a loader without worker processes
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = ("torch", "tqdm", "nblaunch", "contextlib")
-"""Packages whose loops over a loader belong to their caller."""
+"""Packages whose loops over a loader count as loops of the code that calls them."""
 
 
 def watch() -> None:
@@ -356,7 +356,7 @@ class PlainLoops:
     # --- losses ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> bool:
-        """Begin a backward pass; return False if it is part of another one, or of nblaunch's Accelerator."""
+        """Begin a backward pass; return False if it is part of another one, or if nblaunch's Accelerator started it."""
         busy_time = self.reports.busy_time
         if self._is_in_backward or threading.get_ident() != self._thread:
             return False
@@ -439,7 +439,7 @@ class PlainLoops:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the hook on optimizers count the next steps, until the loops change or are due to be inspected.
+        """Let the optimizer hook count the next steps, until the loops change or must be inspected.
 
         A prepared loader reports its own batches. A loop without a loader has one iteration per step.
         """

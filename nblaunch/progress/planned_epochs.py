@@ -159,7 +159,7 @@ def _read_at(body: Sequence[ast.stmt], line: int) -> str:
 
 
 def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: str | None) -> None:
-    """Add the loops in ``body`` around ``line``, outermost first.
+    """Add the loops in ``body`` that enclose ``line``, outermost first.
 
     Args:
         body: statements.

@@ -1,8 +1,8 @@
 """Reports a launch whose ranks repeat each other's training, because nothing divides the data among them.
 
 A library's own ``fit`` uses the ranks of a launch only if it is asked to. Otherwise each rank trains a complete model
-on all samples, which raises no error and takes as long as in one process. The losses of such ranks are equal to the
-last digit, and no process group connects the ranks.
+on all samples. This raises no error and takes as long as training in one process. The losses of such ranks are equal to
+the last digit, and no process group connects the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FirstLosses:
         self._here = here
 
     def add(self, loss: Any) -> None:
-        """Add the loss of a backward pass, a tensor with one number."""
+        """Add the loss of a backward pass, a single-element tensor."""
         if self._losses is None:
             return
         if _has_group():
