@@ -22,8 +22,8 @@ __all__ = sorted(("__version__", *names.PUBLIC))  # for type checkers in __init_
 
 finder.install()
 
-# A launch can fork if this process has only counted the GPUs. If it has initialised CUDA, a note names the line of
-# code that did so.
+# A launch can fork even if this process has counted the GPUs. If the process has initialised CUDA, a note names the
+# line of code that did so.
 first_use.watch()
 packages.when_imported("torch.cuda", first_use.watch_torch)
 packages.when_imported("torch.xpu", first_use.watch_torch)

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End this program as Python does, but skip the release of torch's modules, which takes almost a second."""
+    """Exit as Python does, but skip releasing torch's modules, which takes almost a second."""
     is_own_program = ipython_shell() is None  # not ``%run -m nblaunch env`` in a cell
     if "torch" in sys.modules and is_own_program:
         threading._shutdown()  # type: ignore[attr-defined]

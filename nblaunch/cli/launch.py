@@ -46,7 +46,7 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
     "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
     "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
 }
-"""Option -> setting, value that the option gives to it, and line in the help."""
+"""Option -> its setting, the value that it gives the setting, and its line in the help."""
 
 _UNUSED_OPTIONS = {name: count for name, count in UNUSED.items() if count is not None}
 

@@ -33,7 +33,7 @@ _TABLE_PREFIX = "nblaunch-"
 """Prefix of the display ids of dashboards."""
 
 _INTERVAL_S = 30.0
-"""Seconds after which a cell's tables are written again if the output is not a terminal."""
+"""Seconds between updates of a cell's tables if the output is not a terminal."""
 
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 

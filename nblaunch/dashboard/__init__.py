@@ -67,14 +67,14 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     goes to stdout.
 
     Args:
-        kind: ``"auto"`` and ``"widgets"``: widgets if a user may see them (:func:`is_interactive`) and, for
-            ``"auto"``, ipywidgets is installed; else as ``"html"``;
-            ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``: no display.
+        kind: ``"auto"`` and ``"widgets"``: widgets if a user may see them (:func:`is_interactive`), otherwise the
+            same as ``"html"``; ``"auto"`` uses widgets only if ipywidgets is installed. ``"html"``: HTML in a kernel,
+            text elsewhere. ``"text"``: text everywhere. ``"none"``: no display.
         background: the caller does not wait for the job. In a kernel, the table then includes the last lines of
             output, and this function must be called from the thread of the cell.
 
     Returns:
-        Dashboards whose errors never reach the launcher; none for ``"none"``.
+        Dashboards whose errors never reach the launcher; an empty list for ``"none"``.
 
     Raises:
         ValueError: unknown ``kind``.

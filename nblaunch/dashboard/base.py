@@ -168,9 +168,9 @@ _LOOK_S_PER_RANK = 0.001
 
 _MAX_SHARE = 0.05
 _LONGEST_S_PER_RANK = 0.002
-"""The pause between two folds keeps folding and drawing below ``_MAX_SHARE`` of the time, but lasts at most
-``_LONGEST_S_PER_RANK`` per rank, so that a table of a few ranks is always up to date, and a table of 512 ranks changes
-at least once a second.
+"""The pause between two folds is long enough that folding and drawing take less than ``_MAX_SHARE`` of the time, but at
+most ``_LONGEST_S_PER_RANK`` per rank. A table of a few ranks is therefore always up to date, and a table of 512 ranks
+changes at least once a second.
 """
 
 _EVENTS_PER_RANK = 16
@@ -184,7 +184,7 @@ _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
 class _Unread(NamedTuple):
     """Readings that have not been folded yet.
 
-    They arrived ``at_s`` seconds after the start, and after ``num_events`` of the waiting events.
+    They arrived ``at_s`` seconds after the start, when ``num_events`` events were waiting.
     """
 
     readings: Sequence[SlotReading]

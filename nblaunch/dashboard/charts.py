@@ -137,7 +137,7 @@ def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def _spacing(line: Sequence[Point]) -> float:
-    """Return the usual distance between two points."""
+    """Return the median difference between the x values of neighbouring points."""
     distances = sorted([b[0] - a[0] for a, b in pairwise(line)])
     return distances[len(distances) // 2]
 

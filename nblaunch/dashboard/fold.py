@@ -158,7 +158,7 @@ def _has_trained(reading: SlotReading) -> bool:
 
 
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
-    """Return the rate points that a reading continues; none if the phase changed, or a new loop began after a pause."""
+    """Return the rate points before a reading; none if the phase changed, or if a new loop began after a pause."""
     points = rank.rate_points
     is_new_loop = reading.loop != rank.reading.loop
     has_paused = is_new_loop and points and reading.step_time_s - points[-1].time_s >= _PAUSE_S

@@ -208,7 +208,7 @@ _FIGURE_TEXTS = (f"{MUTED};font-size:12px", "font-size:17px;font-weight:600", f"
 
 
 def figures(table: Table) -> str:
-    """Return the figures of a job that has ended, side by side: names, values, notes; empty if there are none."""
+    """Return the figures of a job that has ended, side by side, with their names and notes; empty if there are none."""
     rows = (
         "".join(
             '<tr style="border:0;background:none">'
@@ -228,7 +228,7 @@ def figures(table: Table) -> str:
 
 
 def _rows_or_summary(view: JobView, table: Table) -> str:
-    """Return the rows: collapsed under a summary if they add nothing, or no rows for a single rank that has ended."""
+    """Return the rows, collapsed under a summary if they add nothing; no rows for a single rank that has ended."""
     if shows_rows(view, table):
         return rows_html(table)
     if not table.alike:

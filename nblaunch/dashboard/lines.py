@@ -1,4 +1,4 @@
-"""Output of workers, and notes from the launcher: lines and displays in the output of the cell or on the terminal.
+"""Workers' output and the launcher's notes: lines and displays in the cell's output or on the terminal.
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
@@ -33,10 +33,10 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
 
 NUM_LINES = 60
-"""How many of the last lines a ``LastLines`` keeps for each rank, and for all ranks together."""
+"""How many recent lines a ``LastLines`` keeps for each rank, and how many for all ranks together."""
 
 TAIL_LENGTH = 20
-"""How many of the last lines are shown if space is limited, and at the end for a rank that printed a lot."""
+"""How many of the last lines to show if space is limited, or at the end of a job for a rank that printed a lot."""
 
 MAX_IN_CELL = 60
 """Maximum number of a job's lines that a cell prints; the others are folded."""
@@ -118,7 +118,7 @@ class MergedLines:
         self._next_index: dict[int, int] = {}
 
     def add(self, rank: int, text: str, time_s: float) -> None:
-        """Add a line that ``rank`` printed after its earlier lines."""
+        """Add the next line that ``rank`` printed."""
         indices = self._indices.setdefault(text, [])
         first = bisect_left(indices, self._next_index.get(rank, 0))
         same = (index for index in indices[first:] if time_s - self._lines[index].time_s <= MERGE_WINDOW_S)
@@ -130,7 +130,7 @@ class MergedLines:
         self._next_index[rank] = index + 1
 
     def joined(self) -> list[tuple[list[int], str]]:
-        """Return ``(ranks, line)``, oldest first; each line has one rank, or at least :data:`MIN_RANKS`."""
+        """Return ``(ranks, line)`` pairs, oldest first; each has one rank, or at least :data:`MIN_RANKS` ranks."""
         joined: list[tuple[list[int], str]] = []
         for line in self._lines:
             if len(line.ranks) >= MIN_RANKS:
@@ -160,7 +160,7 @@ class _NoteLine(str):
 
 @final
 class LinesPrinter(Dashboard):
-    """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
+    """A dashboard that prints the ranks' lines, each with the label ``[rank]``; a single process has no label.
 
     After 500 lines from a rank, it only counts further lines, and prints the last ones at the end. If many ranks print
     a lot, each rank's limit is its share of 1,000 lines.

@@ -36,7 +36,7 @@ class Notice:
         kind: ``"slow"``, ``"stalled"`` or ``"loss"``.
         ranks: the affected ranks.
         text: one sentence.
-        lines: details, a line each.
+        lines: details, one per line.
     """
 
     kind: str
@@ -133,8 +133,8 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _slower_for_long(
     view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return each rank's seconds per step, and how many times slower the slow ranks are, for the first claim that
-    holds.
+    """Return each rank's seconds per step, and how many times slower the slow ranks are, for the first of ``_CLAIMS``
+    that holds.
 
     Args:
         view: view of the job.
@@ -170,7 +170,7 @@ def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
 
 
 def _ends_of_part(points: Sequence[RatePoint], part: int, num_parts: int) -> tuple[RatePoint, RatePoint]:
-    """Return the first and last point of a part. Parts have at least one step, and overlap if there are few steps."""
+    """Return the first and last points of a part. Parts have at least one step, and overlap if there are few steps."""
     last = len(points) - 1
     first = min(part * last // num_parts, last - 1)
     return points[first], points[max((part + 1) * last // num_parts, first + 1)]
@@ -229,7 +229,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
 # --- stalled ---------------------------------------------------------------------------------------------------------
 
 STALLED_S = 20.0
-"""Seconds after which a rank without a step, change of state or output is stalled; more if its steps are long."""
+"""Seconds without a step, output or change of state after which a rank has stalled; more if its steps are long."""
 
 _STALLED_STEPS = 20  # a rank is stalled after the usual duration of this many steps
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}

@@ -52,7 +52,7 @@ _OUTCOME_LOOKS = {
 _OTHER_OUTCOME = Look(CALM, "■", "yellow")
 
 MARKED_SHAPE = "▲"
-"""Shape of a running rank that differs from the others."""
+"""Shape shown for a running rank that differs from the other ranks."""
 
 
 def outcome_look(outcome: str) -> Look:
@@ -61,7 +61,7 @@ def outcome_look(outcome: str) -> Look:
 
 
 def ink(colour: str) -> str:
-    """Return the style of text in ``colour``; browsers without ``color-mix`` use the colour itself."""
+    """Return the CSS style for text in ``colour``; browsers without ``color-mix`` use the colour itself."""
     return f"color:{colour};color:color-mix(in srgb,{colour} {INK_PERCENT}%,currentColor)"
 
 

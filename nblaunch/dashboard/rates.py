@@ -27,9 +27,9 @@ _MIN_INTERVALS = 4  # fewer can't distinguish a pause from uneven steps
 
 
 class RatePoint(NamedTuple):
-    """A point of the window over which rates are averaged. ``time_s`` is the time on the worker's monotonic clock.
+    """A point in the window over which rates are averaged. ``time_s`` is the time on the worker's monotonic clock.
 
-    ``is_first``: the steps after it are the first of a loop.
+    ``is_first``: whether the steps after this point are the first of a loop.
     """
 
     time_s: float

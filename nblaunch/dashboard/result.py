@@ -56,7 +56,7 @@ def _progress(view: JobView) -> Figure | None:
     last = min(view.ranks, key=lambda rank: (rank.epoch, rank.step), default=None)
     if last is None or not last.has_progress:
         return None
-    # Without losses, only the steps of the last epoch are certain.
+    # Without losses, only the steps of the last epoch are known for certain.
     num_steps = last.reading.losses.num_steps or (last.total if last.epoch == 1 else 0)
     is_empty = last.total == 0 and last.reading.steps_done == 0
     steps = formatting.count(num_steps, "step") if num_steps else "no steps: the loader is empty" * is_empty
@@ -174,7 +174,7 @@ class Failure(NamedTuple):
 
 
 def failures(view: JobView) -> tuple[Failure, ...]:
-    """Return the failures: the root cause first, equal failures of several ranks once, consequences in one line."""
+    """Return the failures: the root cause first, identical failures of several ranks once, consequences in one line."""
     failed = [rank for rank in view.ranks if rank.failure]
     causes = [rank for rank in failed if not rank.is_consequence]
     others = [rank for rank in failed if rank.is_consequence]

@@ -33,7 +33,7 @@ from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
 
 MAX_ALL_IN_ROWS = 16
-"""Maximum number of ranks that all have their own row."""
+"""Maximum number of ranks in a table that shows each rank in its own row."""
 
 MAX_DIFFERING_ROWS = 12
 """Maximum number of rows for ranks that differ; further ranks are also collapsed."""
@@ -114,7 +114,7 @@ def rows_of(
 
 
 def _with_mean_rates(rank: RankView) -> RankView:
-    """Return a rank of an ended job, with its mean rates over the whole job."""
+    """Return a rank of a job that has ended, with its mean rates over the whole job."""
     steps_per_s, samples_per_s = rank.mean_rates
     if steps_per_s is None:
         return rank
@@ -188,7 +188,7 @@ def _row(
 
 
 def _is_certain(rank: RankView) -> bool:
-    """Return whether the launcher knows that a rank makes no progress."""
+    """Return whether the launcher knows that a rank is making no progress."""
     return rank.stall is not None and rank.stall.is_certain
 
 
@@ -206,7 +206,7 @@ def _steps(rank: RankView) -> str:
 
 
 def full_length(steps: str) -> int:
-    """Return the length of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
+    """Return the length of the text ``steps`` at the end of the loop, when ``7/1,000`` is ``1,000/1,000``."""
     _, slash, total = steps.partition("/")
     return 2 * len(total) + 1 if slash else len(steps)
 
@@ -499,7 +499,7 @@ def _progress(view: JobView, left_s: float | None) -> str:
 
 
 def _position(rank: RankView, *, is_known: bool) -> str:
-    """Return ``epoch 3 of 10``, or ``step 310 of 1,000`` of a loop without epochs."""
+    """Return ``epoch 3 of 10``, or ``step 310 of 1,000`` for a loop without epochs."""
     if rank.epoch:
         return f"epoch {rank.epoch}" + (f" of {rank.num_epochs}" if is_known else "")
     return f"step {rank.step:,}" + (f" of {rank.total:,}" if rank.total >= 0 else "")

@@ -208,7 +208,7 @@ class TextDashboard(ViewingDashboard):
         if self._live is not None:
             self._live.clear()
         if view.is_started:
-            # The report of a hang has already been written as lines.
+            # The hang report has already been printed.
             text = render_text(
                 replace(view, hang=()),
                 paint=paint if has_colour(self._to) else unpainted,

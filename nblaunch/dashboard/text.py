@@ -184,7 +184,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
-    """Return the width of a column, which fits at least its usual texts, so that columns do not come and go."""
+    """Return the width of a column, which fits at least its usual text, so that columns do not come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))

@@ -36,7 +36,7 @@ else:
         return changed
 
 
-# Bars with a total, in full or abbreviated numbers (1.20k/4.00k), and without a total: "25it [00:03, 8.1it/s]".
+# Bars with a total, in full or abbreviated numbers (1.20k/4.00k), and bars without a total: "25it [00:03, 8.1it/s]".
 _COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
 _UNIT = r" ?[^\s\d\[:/%|]*"
 _METER = r"\[(?P<meter>\d+:\d[^\]]*)\]?"
@@ -252,7 +252,7 @@ class RankView:
         return num_steps / span_s, num_samples / span_s if num_samples > 0 else None
 
     def without_line(self) -> RankView:
-        """Return the rank without a status line."""
+        """Return a copy of this rank's view without its status line."""
         return replace(self, status_line="", line_gone_s=0.0)
 
     @property
@@ -262,7 +262,7 @@ class RankView:
 
     @property
     def step(self) -> int:
-        """The number of batches of the current loop that are done."""
+        """The number of batches that the current loop has completed."""
         return self.reading.step
 
     @property

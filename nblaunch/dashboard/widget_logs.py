@@ -23,7 +23,7 @@ _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; each new line sends the whole tab
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between updates of the selected tab; and of the other tabs, to be multiplied by the number of ranks.
+# Seconds between updates of the selected tab, and of each other tab. The latter is multiplied by the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -69,7 +69,7 @@ class LogPane:
             self.widget = widgets.VBox([hint, *self._panes], layout=pane_layout)
 
     def show(self) -> None:
-        """Update the tabs; the throttle's next flushes send them."""
+        """Update the tabs; the throttle sends them in its next flushes."""
         lines = [
             f'<span style="opacity:.7">[{rank:{self._width}}]</span> {escape(_cut(line))}'
             if self._num_ranks > 1

@@ -7,9 +7,9 @@
     epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
     metrics, log folder
 
-Only the values of widgets change, so nothing flickers. Measured with 8 and 512 ranks, a single HTML widget would send
-one larger message a second instead of five. Within the same budget of bytes, however, the rows would be updated half
-as often, and each update would reset the tabs and all scroll positions.
+Only the values of widgets change, so nothing flickers. According to measurements with 8 and 512 ranks, a single HTML
+widget would send one larger message a second instead of five smaller ones. Within the same byte budget, however, the
+rows would be updated half as often, and each update would reset the tabs and all scroll positions.
 
 This module needs ipywidgets (7.7 or 8), so it is imported only to open a panel. It uses neither JavaScript nor an
 Output widget, which the front end would fill asynchronously.
@@ -177,7 +177,10 @@ class ChartRow:
         return [self._layout]
 
     def show(self, view: JobView) -> None:
-        """Update the charts; the throttle's next flushes send them. With more charts, each is updated less often."""
+        """Update the charts; the throttle sends them in its next flushes.
+
+        With more charts, each is updated less often.
+        """
         if self._clock() < self._next_s:
             return
         drawn = charts(view)
@@ -280,7 +283,7 @@ class Panel:
         self._buttons.connect(controls)
 
     def show(self, view: JobView) -> None:
-        """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are some."""
+        """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are any."""
         table = tabulate(view)
         still = table.stall
         troubles = bool(table.failures), still is not None, still is not None and still.is_certain
@@ -370,7 +373,7 @@ def _send_again_later(root: Any) -> None:
     """Send the content of a closed panel again, for a page that was loading when the job ended.
 
     Such a page has already requested the states of all widgets. It drops messages to widgets that it has not created
-    yet, and does not report when all widgets exist.
+    yet, and sends no message once all widgets exist.
     """
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None:

@@ -1,4 +1,4 @@
-"""Updates of widgets within a budget of bytes per second.
+"""Widget updates within a budget of bytes per second.
 
     panel ──update(widget, value="...")──> Throttle ──flush()──> front end
 
@@ -81,7 +81,7 @@ class Throttle:
         slot.wanted.update(values)
 
     def is_due(self, widget: Any, every_s: float) -> bool:
-        """Return whether ``widget`` may be sent, for values that are expensive to compute."""
+        """Return whether ``widget`` may be sent; callers check it before they compute expensive values."""
         slot = self._slots.get(id(widget))
         return slot is None or self._clock() - slot.sent_s >= every_s
 
