@@ -244,10 +244,16 @@ class AcceleratedScheduler:
                 # torch warns if a scheduler seems to be ahead of its optimizer. Here, both skip the step.
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            is_single = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
-            for _ in range(1 if is_single else self._num_ranks):
+            for _ in range(self.steps_per_call):
                 if not self._is_at_end():
                     self.scheduler.step(*args, **kwargs)
+
+    @property
+    def steps_per_call(self) -> int:
+        """How many steps the inner scheduler takes in a call of :meth:`step`."""
+        follows_metric = isinstance(self.scheduler, ReduceLROnPlateau)
+        is_single = self.split_batches or follows_metric or not self.step_with_optimizer
+        return 1 if is_single else self._num_ranks
 
     def _is_due(self) -> bool:
         answers = {optimizer.is_due for optimizer in self.optimizers}

@@ -272,9 +272,9 @@ NAN = """
         optimizer.zero_grad()"""
 
 
-@pytest.mark.alarms("nan_on_one_rank")
 @pytest.mark.alarms("replicas_differ")
 def test_the_warning_names_unused_parameters(shared: Kernel) -> None:
+    shared.run(SETUP)
     cell = shared.run(
         """def train():
     accelerator = Accelerator()
@@ -291,6 +291,7 @@ notebook_launcher(train, num_processes=2)""",
     assert "unused parameters, such as 0.unused.weight. Pass Accelerator(kwargs_handlers=" in cell.shown
 
 
+@pytest.mark.alarms("nan_on_one_rank")
 def test_nan_is_traced_to_its_first_rank(shared: Kernel) -> None:
     shared.run(SETUP)
     shown = " ".join(
@@ -382,6 +383,17 @@ HINTS |= {
     + """
         accelerator.log({"lr": 0.1})
         accelerator.log({"eval/mse": mean})""",
+    "scheduler_per_epoch": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for epoch in range(3):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()""",
     "loaders_in_different_orders": PAIRS,
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +189,29 @@ def test_ranks_may_share_a_part_on_request() -> None:
     ]
     alone = prepare_data_loader(DataLoader(split_dataset_by_node(_stream(4), 1, 2), batch_size=2))
     assert sum(len(batch["row"]) for batch in alone) == ROWS // 2
+
+
+class Asking(IterableDataset[int]):
+    """Reads the part of the rank that the environment names."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row in range(ROWS) if row % int(os.environ["WORLD_SIZE"]) == int(os.environ["RANK"]))
+
+
+class Counting(IterableDataset[int]):
+    """Reads everything, and has an attribute with the name of a number of ranks."""
+
+    num_processes = 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ROWS * self.num_processes))
+
+
+def test_a_stream_that_asks_for_its_rank_is_divided_only_on_request() -> None:
+    loader = DataLoader(Asking(), batch_size=2)
+    target: dict[str, Any] = {"num_processes": 2, "process_index": 1}
+    with pytest.raises(ValueError, match="the Asking uses RANK and WORLD_SIZE, so it may already read only"):
+        prepare_data_loader(loader, **target)
+    for is_sharded in (True, False):
+        prepare_data_loader(loader, **target, data_is_sharded=is_sharded, even_batches=False)
+    prepare_data_loader(DataLoader(Counting(), batch_size=2), **target, dispatch_batches=False)

@@ -1,4 +1,6 @@
-"""Checks for learning rates that are zero for several steps, or change without an optimizer step."""
+"""Checks for learning rates that are zero for several steps, change without an optimizer step, or change too much in an
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Streaks
+from nblaunch.training.checks.check import Check, Prepared, Report, Streaks
 
 _NUM_ZERO = 5  # consecutive steps; a warm-up from 0 has one
 _NUM_WINDOWS = 2
+_MIN_STEPS = 3  # optimizer steps for each step of a scheduler
 
 
 class ZeroLearningRate(Check):
@@ -74,6 +77,41 @@ class ScheduledMicroSteps(Check):
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         self._rates.clear()
         self._is_counted = False
+
+
+class ScheduledEpochs(Check):
+    """A prepared scheduler is stepped once per epoch, and advances by several epochs.
+
+    The user may have computed the schedule for that.
+    """
+
+    name = "scheduler_per_epoch"
+    is_hint = True
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+        for wrapper in prepared.schedulers:
+            self._first.setdefault(wrapper, getattr(wrapper.scheduler, "last_epoch", 0))
+
+    def before_loop(self, prepared: Prepared) -> None:
+        for wrapper, first in self._first.items():
+            num_calls = (getattr(wrapper.scheduler, "last_epoch", 0) - first) // wrapper.steps_per_call
+            num_steps = max(
+                (self._num_steps.get(each.optimizer, 0) for each in wrapper.optimizers), default=0
+            )
+            if wrapper.steps_per_call > 1 and 0 < num_calls * _MIN_STEPS <= num_steps:
+                self.report(
+                    f"the {type(wrapper.scheduler).__name__} is stepped once per epoch, and advances by "
+                    f"{wrapper.steps_per_call} steps each time, because a prepared scheduler advances by the number "
+                    "of ranks",
+                    "If the schedule counts epochs, create Accelerator(step_scheduler_with_optimizer=False), or do "
+                    "not pass the scheduler to accelerator.prepare()",
+                )
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -33,13 +33,13 @@ from nblaunch.training.checks.hints import (
 )
 from nblaunch.training.checks.noise import EqualNoise
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics, StepsOnSomeRanks
-from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
+from nblaunch.training.checks.schedules import ScheduledEpochs, ScheduledMicroSteps, ZeroLearningRate
 
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ScaledClipping, ZeroLearningRate, ScheduledMicroSteps,
     DifferentReplicas, DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
     SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
-    UntrainedParameters, NeverStepped, MetricOfOneShare, DifferentOrders,
+    UntrainedParameters, NeverStepped, MetricOfOneShare, DifferentOrders, ScheduledEpochs,
 )  # fmt: skip
 """All checks."""
 

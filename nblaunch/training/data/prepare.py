@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.user_code import is_user_function, names_in
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,10 @@ def _division(stream: Any) -> Any:
 _RANKS = ("rank", "process_index")
 _WORLD_SIZES = ("world_size", "num_processes", "num_replicas")
 
+# Functions, attributes and environment variables by which a user's dataset may ask for them while it is read.
+_RANK_CALLS = ("get_rank", "process_index", "RANK", "LOCAL_RANK")
+_SIZE_CALLS = ("get_world_size", "num_processes", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
 
 def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
     """Raise ValueError if a stream knows its rank, because it may use the rank to read only a part of the data."""
@@ -209,12 +215,37 @@ def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
         rank = next((name for name in _RANKS if attributes.get(name) == target.rank), None)
         world_size = next((name for name in _WORLD_SIZES if attributes.get(name) == target.world_size), None)
         if rank is not None and world_size is not None:
-            raise ValueError(
-                f"the {type(stream).__name__} has {rank}={target.rank} and {world_size}={target.world_size}, so it "
-                "may already read only its rank's part. prepare would divide this part again, and the ranks "
-                "would read only part of the data. Set DataLoaderConfiguration(data_is_sharded=True) if each rank "
-                "has its own part, or data_is_sharded=False if all ranks read the same data"
-            )
+            what = f"has {rank}={target.rank} and {world_size}={target.world_size}"
+        elif asked := _topology_asked_by(stream):
+            what = f"uses {' and '.join(asked)}"
+        else:
+            continue
+        raise ValueError(
+            f"the {type(stream).__name__} {what}, so it may already read only its rank's part. prepare would divide "
+            "this part again, and the ranks would read only part of the data. Set "
+            "DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, or data_is_sharded=False if "
+            "all ranks read the same data"
+        )
+
+
+def _topology_asked_by(stream: Any) -> tuple[str, ...]:
+    """Return the names by which a user's methods ask for the rank and for the number of ranks; empty if not both."""
+    methods = [
+        method for kind in type(stream).__mro__ for method in vars(kind).values() if is_user_function(method)
+    ]
+    names = {
+        name for method in methods for name in (*names_in(method.__code__), *_strings_in(method.__code__))
+    }
+    calls = [next((name for name in wanted if name in names), "") for wanted in (_RANK_CALLS, _SIZE_CALLS)]
+    return tuple(calls) if all(calls) else ()
+
+
+def _strings_in(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _strings_in(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _take_own_part(
