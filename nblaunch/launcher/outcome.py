@@ -5,8 +5,10 @@ EndedAttempt   the last attempt with its report and the results of its ranks; co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +31,7 @@ from nblaunch.wire.outbox import RankResult
 StateDicts = dict[ArgPath, dict[str, Any]]
 """Argument path -> state dict."""
 
+_MAX_SEARCHED = 1000  # parts of a return value
 _KEEP_ADVICE = (
     "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
     "accelerator.save_state()"
@@ -249,14 +252,17 @@ class EndedAttempt:
         return unfit, notes
 
     def _changed_elsewhere(self) -> dict[ArgPath, list[int]]:
-        """Return the modules that changed only on ranks that do not send them, with these ranks."""
+        """Return the modules that changed only on ranks that do not send them, with these ranks.
+
+        Ranks that have returned tensors are left out, because these may be the weights.
+        """
         ranks: dict[ArgPath, list[int]] = {}
         for rank, returned in sorted(self.report.returned.items()):
             for path in returned.changed:
                 ranks.setdefault(path, []).append(rank)
         announced = self.report.announced
         return {
-            path: changed_on
+            path: [rank for rank in changed_on if not _holds_tensors(self.results.get(rank))]
             for path, changed_on in ranks.items()
             if path in self.attempt.plan.modules
             and not any(path in announced.get(rank, ()) for rank in changed_on)
@@ -410,3 +416,19 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
 def _are_shards(result: RankResult | None) -> bool:
     states = result.states.values() if result is not None else ()
     return any(isinstance(value, TensorShard) for state in states for value in state.values())
+
+
+def _holds_tensors(result: RankResult | None) -> bool:
+    """Return whether a rank's return value is or contains tensors or modules."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or result is None:
+        return False
+    pending, num_seen = [result.value], 0
+    while pending and num_seen < _MAX_SEARCHED:
+        value, num_seen = pending.pop(), num_seen + 1
+        if issubclass(type(value), (torch.Tensor, torch.nn.Module)):
+            return True
+        if issubclass(type(value), (list, tuple, dict)):
+            parts = dict.values(value) if issubclass(type(value), dict) else value
+            pending.extend(islice(parts, _MAX_SEARCHED))
+    return False

@@ -78,7 +78,8 @@ def load_back(
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
         lost: argument path -> which part of the state dict was lost, or why all of it was.
         what: name of these weights in the note.
-        elsewhere: argument path -> the ranks that have changed the module, if none of them sent its weights.
+        elsewhere: argument path -> the ranks that have changed the module and whose changes are lost, if none of
+            them sent its weights.
 
     Returns:
         the paths of the modules that now have the trained weights, and notes about all modules. Missing or incomplete
@@ -150,6 +151,7 @@ def _notes_of_elsewhere(
     paths_by_ranks: dict[tuple[int, ...], list[ArgPath]] = {}
     for path, ranks in elsewhere.items():
         paths_by_ranks.setdefault(tuple(ranks), []).append(path)
+    paths_by_ranks.pop((), None)
     return [
         Note.of_job(
             f"{listed(modules, paths)} changed only on {formatting.ranks(ranks)}, and the weights come from another "

@@ -152,6 +152,7 @@ from nblaunch import Accelerator, notebook_launcher
 def train(models):
     with torch.no_grad():
         models[int(os.environ["RANK"])].weight.add_(1)
+    return models[1].state_dict()
 def evaluate(models):
     return Accelerator().prepare(models[0])(torch.ones(1, 2)).sum().item()
 models = [torch.nn.Linear(2, 1) for _ in range(3)]
@@ -167,6 +168,10 @@ def test_a_warning_names_models_that_another_rank_trains_alone(kernel: Kernel, s
     assert "args[0][1] (Linear) changed only on rank 1" in shown
     assert "trained weights into args[0][0] (Linear)" in shown
     assert not any("not changed" in line and "args[0][1]" in line for line in shown.splitlines())
+    kept = kernel.run(
+        f"notebook_launcher(train, (models,), num_processes=2, return_all=True, {method})[1]"
+    ).shown
+    assert "args[0][1]" not in kept
     changed = "[not torch.equal(model.weight, weight) for model, weight in zip(models, before)]"
     assert kernel.run(changed).value == [True, False, False]
     assert (
