@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,7 +114,14 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     names = _libraries_of(call)
     running += [_Library(name) for name in sorted(names) if _runs_tokio() and _is_built_on_tokio(name)]
     used = [library for library in running if library.name in names]
-    return f"the function uses {used[0].name}, {used[0].harm}" if used else None
+    if used:
+        return f"the function uses {used[0].name}, {used[0].harm}"
+    loaded = sorted(name for name in names if name in sys.modules)
+    for library in running:
+        users = [name for name in loaded if _requires(name, library.name)]
+        if users:
+            return f"the function uses {users[0]}, which requires {library.name}, {library.harm}"
+    return None
 
 
 def explain_hang(positions: Sequence[Position]) -> list[str]:
@@ -177,6 +185,22 @@ def _contains_tokio(file: str) -> bool:
             return content.find(b"/tokio-") >= 0
     except (OSError, ValueError):  # the file was removed or is empty
         return False
+
+
+@lru_cache(maxsize=256)
+def _requires(library: str, other: str) -> bool:
+    """Return whether a library's metadata lists ``other`` as a requirement, other than for an extra.
+
+    Libraries may import their requirements late, inside functions, so their loaded modules do not show the use.
+    """
+    try:
+        requirements = metadata.requires(library) or ()
+    except Exception:  # it has no metadata, or its distribution has another name
+        return False
+    return any(
+        re.match(r"[\w.-]+", text)[0].lower() == other and "extra ==" not in text  # type: ignore[index]
+        for text in requirements
+    )
 
 
 def _libraries_of(call: FunctionCall) -> set[str]:

@@ -124,6 +124,39 @@ def test_functions_with_unsafe_libraries_are_not_forked(
     assert "polars" in (hazard(function, *args) or "")
 
 
+detector = types.ModuleType("detector")
+
+
+class Detector:
+    """A model of a library that imports polars inside its methods."""
+
+
+Detector.__module__ = "detector.models"
+
+
+def uses_detector() -> Any:
+    return detector
+
+
+@pytest.mark.parametrize(("requirement", "is_unsafe"), [
+    ("polars>=1", True), ("Polars; python_version >= '3.8'", True), ("polars-plugin", False), ("numpy", False),
+    ("polars; extra == 'frames'", False),
+])  # fmt: skip
+def test_functions_are_not_forked_if_their_libraries_require_an_unsafe_one(
+    running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirement: str, is_unsafe: bool
+) -> None:
+    """As in ultralytics, which reads its results with polars after each epoch."""
+    (tmp_path / "detector-1.0.dist-info").mkdir()
+    (tmp_path / "detector-1.0.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: detector\nVersion: 1.0\nRequires-Dist: {requirement}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "detector", detector)
+    fork_safety._requires.cache_clear()
+    for function, args in ((uses_detector, ()), (uses_nothing, (Detector(),))):
+        assert ("detector, which requires polars" in (hazard(function, *args) or "")) is is_unsafe
+
+
 def test_a_large_model_does_not_hide_the_library(running: None) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100)))
     assert "polars" in (hazard(takes, model) or "")
