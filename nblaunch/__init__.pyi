@@ -165,7 +165,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             of such an engine between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices;
-            the compiler shards batches over them, and weights, too, with ``Accelerator(fsdp_plugin=...)``. Strategies
+            the compiler shards batches over them and, with ``Accelerator(fsdp_plugin=...)``, also weights. Strategies
             for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
         return_all: return a list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
@@ -215,7 +215,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
     Raises:
         TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
         LaunchError: the workers could not be started.
-        JobHung: the job made no progress, and ``on_hang="stop"`` is set; the message has the position of every rank.
+        JobHung: the job made no progress, and ``on_hang="stop"`` is set; the message gives the position of every rank.
         WorkerDied: a worker ended without raising an exception; the message says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` has the parts that can.
         KeyboardInterrupt: the launch was interrupted before any rank failed.

@@ -38,7 +38,7 @@ class Variable:
 
 
 def as_flag(text: str) -> bool:
-    """Return a boolean written as 1, true, yes, on, 0, false, no, off, none or empty; raise ValueError otherwise."""
+    """Parse a boolean written as 1, true, yes, on, 0, false, no, off, none or empty; raise ValueError otherwise."""
     flag = text.strip().lower()
     if flag in ("1", "true", "yes", "y", "t", "on"):
         return True
@@ -168,7 +168,7 @@ def read(name: str) -> Any:
 
 
 def check() -> None:
-    """Check every variable of the table before anything starts.
+    """Check every variable in the table before anything starts.
 
     Raises:
         ValueError: variables are invalid; the message lists all of them.
@@ -194,7 +194,7 @@ def snapshot() -> dict[str, str]:
 
 
 def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return as many variables as any system can pass to a new program, smallest first, and the remaining ones."""
+    """Return as many variables as every system can pass to a new program, smallest first, and the remaining ones."""
     small, room = {}, _ROOM_BYTES
     for name, value in sorted(environment.items(), key=lambda item: len(item[1])):
         room -= len(os.fsencode(name)) + len(os.fsencode(value)) + _OVERHEAD_BYTES

@@ -1,7 +1,7 @@
 """The files of nblaunch itself, which ``pip install -U`` may replace while a process is running them.
 
-Most modules are imported when they are first needed. After such an update, a process would import modules of the new
-version in addition to old ones, and send messages of the old version to new interpreters. Therefore:
+Most modules are imported when they are first needed. After such an update, a process would mix modules of both
+versions, and send messages of the old version to new interpreters. Therefore:
 
 * :func:`check_import` runs before each import of an nblaunch module, and :func:`check_new_process` before each start
   of a new interpreter. They raise an error instead of mixing two versions.

@@ -251,7 +251,7 @@ class Pairs(Converter):
 
 @dataclass(frozen=True)
 class Names(Converter):
-    """A list of names that are not empty."""
+    """A list of non-empty names."""
 
     metavar = "NAME,..."
 

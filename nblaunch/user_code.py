@@ -41,7 +41,7 @@ def is_own_file(filename: str) -> bool:
 
 
 def is_user_file(filename: str) -> bool:
-    """Return whether the file is a notebook cell or a user's module, neither installed nor part of Python."""
+    """Return whether the file is a notebook cell, or a user's module that is neither installed nor part of Python."""
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
@@ -136,12 +136,12 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
 
 
 def line_of(tb: TracebackType) -> int:
-    """Return the line of a traceback entry, or the first line of its function if Python has none."""
+    """Return the line of a traceback entry, or the first line of its function if Python gives no line."""
     return line_in(tb.tb_frame.f_code, tb.tb_lineno)
 
 
 def line_in(code: CodeType, line: int | None) -> int:
-    """Return ``line``, or the first line of ``code`` if Python has none.
+    """Return ``line``, or the first line of ``code`` if Python gave no line.
 
     An interrupt may arrive at an instruction that belongs to no line, such as the jump of a ``while True: pass``.
     Python then gives None or, in early releases of 3.11, -1.

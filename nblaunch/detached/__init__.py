@@ -40,7 +40,7 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
     """Return the :class:`Job` for a job launched with ``detach=True``, and show it in this cell.
 
     Several processes can attach to a job; when one of them ends, the others are not affected. Within a process, all
-    calls for a job return the same :class:`Job` until it has ended or :meth:`Job.detach` was called.
+    calls for a job return the same :class:`Job` until the job has ended or :meth:`Job.detach` has been called.
 
     Example::
 

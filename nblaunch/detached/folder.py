@@ -76,7 +76,7 @@ class Snapshot:
     """The current state of all ranks.
 
     Args:
-        samples: the last sampled event of each kind and rank: memory, utilisation of devices.
+        samples: each rank's last event of every sampled kind (host memory, device use).
     """
 
     time_s: float
@@ -227,7 +227,7 @@ class JobFolder(LogFolder):
         return self._load_plain(END, End)
 
     def load(self, cls: type[_Pickled]) -> _Pickled | None:
-        """Return the value in the file for this type; None if it has not been written yet.
+        """Return the value of this type from its file; None if the file has not been written yet.
 
         Raises:
             Unusable: the file can't be read. Only data that is signed with the user's key is unpickled.

@@ -126,7 +126,7 @@ class JobFollower(Job):
         self._has_seen_end = False
 
     def start(self) -> None:
-        """Follow the job in a thread until the job ends; return when its state is known, or after a short time."""
+        """Start a thread that follows the job to its end; return when its state is known, or after a short time."""
         self._thread = threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True)
         self._thread.start()
         self._has_looked.wait(_FIRST_LOOK_S)
@@ -229,7 +229,10 @@ class JobFollower(Job):
             time.sleep(_POLL_S)
 
     def _look_at_process(self) -> bool:
-        """Return whether the job is running; ask its process why it waits, and reopen files that it has restored."""
+        """Return whether the job is running.
+
+        Also ask its process why it is waiting, and reopen the files that the process has restored.
+        """
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:
@@ -270,7 +273,7 @@ class JobFollower(Job):
         if isinstance(event, AttemptStarted):
             self._reader.read_logs_to_end()  # of the previous attempt
             self.attempt, self.pids = event.attempt, {}
-            # The job process decides how its workers start; the rest is the plan of the launching process.
+            # The job process decides how its workers start; the rest of the plan comes from the launching process.
             self.plan = replace(
                 self.plan, start_method=event.start_method, reason=event.reason, fallback=event.fallback
             )
@@ -296,7 +299,7 @@ class JobFollower(Job):
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Conclude the job from the files of the job process."""
+        """Determine from the files of the job process how the job ended, and report it."""
         try:
             end, problem = self._folder.load_end(), ""
         except Unusable as error:

@@ -84,7 +84,7 @@ def present_homes() -> list[Path]:
 
 
 def read_key(home_fd: int) -> bytes:
-    """Return the user's key; empty = no key."""
+    """Return the user's key; empty if there is none."""
     return files.read(home_fd, KEY_NAME) or b""
 
 

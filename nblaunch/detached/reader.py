@@ -122,7 +122,7 @@ class JobReader:
         return os.fstat(self._receiver.fd).st_nlink > 0 and self._folder.modified(EVENTS) is not None
 
     def follow_restored(self) -> None:
-        """Continue in the files that the job process wrote to replace removed ones; they begin with the same bytes."""
+        """Continue reading in the job process's replacements for removed files; they begin with the same bytes."""
         with suppress(OSError):
             position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
             fd = self._folder.opener(str(self._folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC)

@@ -69,7 +69,7 @@ _SAMPLES = (DeviceUse, HostMemory)
 
 
 class Recorder:
-    """Writes the record, events, snapshots of the ranks and the outcome of a job.
+    """Writes the record, events, snapshots and outcome of a job.
 
     Args:
         folder: folder of the job.

@@ -52,7 +52,7 @@ def new_address() -> str:
 
 
 def served_addresses() -> list[str]:
-    """Return the name of the second socket of each of this user's job processes that this process can reach."""
+    """Return the second socket's name for each of this user's job processes that this process can reach."""
     beginning = f"@nblaunch-{os.getuid()}-"
     names = (line.rpartition(" ")[2] for line in proc.read("/proc/net/unix").splitlines())
     return sorted({name[1:] for name in names if name.startswith(beginning)})
@@ -84,7 +84,8 @@ class Endpoint:
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies.
 
-        While too many other requests wait, for example because many processes attach together, this one also waits.
+        While too many other requests are waiting, for example because many processes attach at the same time, this one
+        also waits.
         """
         until_s = time.monotonic() + timeout_s
         while True:

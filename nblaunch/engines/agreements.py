@@ -4,8 +4,8 @@
     a StopAgreement over copies of all ballots  ── Proposal ──>  writes it to the ballots of its ranks
                                                 <── Replies ──   checks and replies of its ranks, when they change
 
-A step is a check of ``accelerator.should_stop`` or a step of an optimizer (``wire/stop_agreement.py``). Only the
-coordinator proposes and decides. It withdraws a proposal that a rank has already passed, so no rank acts on it.
+A step is a check of ``accelerator.should_stop`` or an optimizer step (``wire/stop_agreement.py``). Only the coordinator
+proposes and decides. It withdraws a proposal that a rank has already passed, so no rank acts on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARE = 0.75
 """Share of the grace period after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
-"""Additional seconds that an interrupt waits for a common step on several nodes. Nodes add twice as many seconds."""
+"""Additional seconds that the coordinator waits for a common step after an interrupt; nodes wait twice as many."""
 
 _REPLY_S = 0.05
 """Seconds between a node's replies while only the number of checks changes."""
@@ -52,7 +52,7 @@ class NodesAgreement:
     ) -> None:
         self._subject = subject
         self._send = send
-        # An interrupt can end without a common step: nodes stop waiting for one after their limit_s.
+        # An interrupt can end without a common step: after their limit_s, nodes stop waiting for one.
         limit_s = min(BOUNDARY_S + _SLACK_S, grace_s * _SHARE) if subject == "step" else math.inf
         self._until_s = now_s + limit_s
         self._copies: dict[int, Slot] = {}
@@ -72,7 +72,7 @@ class NodesAgreement:
         """Propose a step, count the replies, and decide.
 
         Args:
-            running: ranks of all nodes whose function has not ended.
+            running: the ranks, on all nodes, whose functions have not ended.
             now_s: ``time.monotonic()``.
         """
         if self.is_over:

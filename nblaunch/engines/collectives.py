@@ -18,14 +18,14 @@ from nblaunch.wire.board import Board, SlotReading
 from nblaunch.wire.collective_calls import NUM_CALLS, Call, RankCalls
 
 _NUM_LAST = 8
-"""Number of each group's most recent calls that are marked."""
+"""How many of each group's most recent calls are marked."""
 
 _ROUND = NUM_CALLS // 4
 """Calls whose numbers are multiples of this are marked for as long as they are kept."""
 
 
 class NodeCalls:
-    """The calls of a node's ranks, on the node.
+    """The calls of a node's ranks, as read on that node.
 
     Args:
         board: board that the ranks write to.

@@ -4,8 +4,8 @@
           <── interrupts, end of ranks, proposals, stack queries ──
 
 It merges the nodes' reports as if all ranks ran on one machine, so the same code finds the root cause and builds
-errors, texts and results. One hang detector watches the progress of all ranks. A silent node is judged as in
-``nodes/``, with the same :class:`PeerStates`, in which this process is a node without ranks.
+errors, texts and results. One hang detector watches the progress of all ranks. Silent nodes are handled as in
+``nodes/``, by the same :class:`PeerStates`, where this process counts as a node without ranks.
 """
 
 from __future__ import annotations
@@ -455,7 +455,7 @@ class Coordinator:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Read the logs to their end, and emit the last readings."""
+        """Read the logs to the end, and emit the last readings."""
         for event in self._logs.read_rest():
             self._emit(event)
         report = self._report

@@ -84,7 +84,7 @@ class Nodes:
         """Return the settings of a launch on these nodes.
 
         Args:
-            given: these settings as passed to the launcher; each must have its default or the value of this object.
+            given: these settings as passed to the launcher; each must have its default value or this object's value.
 
         Raises:
             ValueError: a setting has a different value.
@@ -183,7 +183,7 @@ class KeptEngine(Engine):
         self._close_if_retired()  # if another thread has called retire() since
 
     def retire(self) -> None:
-        """End the nodes, now or at the end of the launch that uses them. In a forked process, leave them alone."""
+        """End the nodes immediately, or when the launch that uses them ends. In a forked process, leave them alone."""
         if os.getpid() != self._pid:
             # The engine's pipes are already closed in this process, and other files may have reused their descriptors,
             # which Python must not close.

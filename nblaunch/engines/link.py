@@ -48,7 +48,7 @@ class NodeLink:
 
     Args:
         handle: handle of its program.
-        number: sequence number of the node at the start, which becomes its node rank.
+        number: the node's sequence number at the start, which becomes its node rank.
 
     Attributes:
         hello: its versions; None until they arrive.
@@ -90,7 +90,7 @@ class NodeLink:
         """Read the node's first message if it has arrived.
 
         Raises:
-            LaunchError: the node has incompatible versions.
+            LaunchError: the node's version of Python or nblaunch is incompatible.
         """
         for body in self.channel.receive_raw(1):
             try:
@@ -116,7 +116,7 @@ class NodeLink:
         self.channel.send(AskClock())
 
     def set_clock(self, reply: ClockIs) -> None:
-        """Compare the node's clocks with this process's; the error is at most half of the reply time."""
+        """Compare the node's clocks with this process's; the error is at most half the round-trip time."""
         now_s, now_monotonic = time.time(), time.monotonic()
         error_s = (now_monotonic - reply.sent_s) / 2
         ahead_s = reply.time_s - (now_s - error_s)
@@ -246,7 +246,7 @@ def end_all(links: list[NodeLink]) -> None:
 
 
 class NodesStacks:
-    """A query for stacks to several nodes. Implements ``launcher.hang_watch.StackQuery``.
+    """A query that asks several nodes for stacks. Implements ``launcher.hang_watch.StackQuery``.
 
     Args:
         number: number of the query.

@@ -51,7 +51,7 @@ class LogCopies:
                 os.close(fd)
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        """Yield each event for output since the last call, with its rank."""
+        """Yield the events for output written since the last call, each with its rank."""
         for rank in sorted(self._unread):
             tail = self._tails[rank]
             for event in tail.read():

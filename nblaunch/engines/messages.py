@@ -54,7 +54,7 @@ class Hello:
     def of_this_process(cls) -> Hello:
         """Return this process's host name and its versions of Python and nblaunch."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        # This package may not import the top-level package.
+        # This package must not import the top-level package.
         return cls(socket.gethostname(), python, sys.modules["nblaunch"].__version__)
 
 
@@ -306,7 +306,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class CallMarks:
-    """Digests of some of the last collectives of this node's ranks (``collectives.py``).
+    """Digests of some recent collectives of this node's ranks (``collectives.py``).
 
     Args:
         digests: group and number -> digest; equal on all nodes.

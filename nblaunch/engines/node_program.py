@@ -60,7 +60,7 @@ from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import process_control
 
 _KINDS = (LaunchError, ValueError, TypeError, RuntimeError)
-"""Types with which the launching process re-raises errors; it raises any other error as a LaunchError."""
+"""Types of errors that keep their type in the launching process, which raises any other error as a LaunchError."""
 
 _TERMINATION_GRACE_S = 20.0
 

@@ -5,7 +5,7 @@
 
 Only the driver process is connected to Ray, not the kernel: a connected process can't be forked safely, and the user's
 own ``ray.init`` must not be affected. The actor moves bytes, and needs neither torch nor the call. Ranks are children
-of the node program, a clean process, and never of a connected process.
+of the node program, which is a clean process, and never of a connected process.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _close(connection: socket.socket, *, keeps_descriptor: bool = False) -> None
 
 
 def _address(environment: Mapping[str, str]) -> str:
-    """Return the address of the cluster from the user's connection or ``RAY_ADDRESS``; empty = Ray finds it."""
+    """Return the address of the cluster from the user's connection or ``RAY_ADDRESS``; empty if Ray must find it."""
     connected: dict[str, Any] = dict(connections.environment_of_ray())
     return str(
         connected.get("RAY_ADDRESS") or environment.get("RAY_ADDRESS") or env.read("RAY_ADDRESS") or ""

@@ -83,9 +83,9 @@ class NodeActor:
         """Return bytes from the program, or how it ended; return neither if nothing arrives for a second.
 
         Returns:
-            The bytes and an empty string, until the program's output has ended. After that, no bytes and either the
-            reason why the program can't be reached, or its exit code (None = it is still running) and the last part of
-            its output.
+            Until the program's output has ended: the bytes that arrived, and an empty string. After that, no bytes and
+            either the reason why the program can't be reached, or its exit code (None = it is still running) and the
+            last part of its output.
         """
         poller = select.poll()
         poller.register(self._reading.fileno(), select.POLLIN)

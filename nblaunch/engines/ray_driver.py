@@ -176,7 +176,7 @@ class Driver:
             The names and addresses of their machines.
 
         Raises:
-            LaunchError: too few nodes of the cluster could ever provide the resources, or they can't be used.
+            LaunchError: too few of the cluster's nodes could ever provide the resources, or the nodes can't be used.
             _NotNeeded: the launching process ended in the meantime.
         """
         while True:
@@ -192,7 +192,7 @@ class Driver:
         """Return the resources per node, and the number of nodes to request.
 
         Raises:
-            LaunchError: too few nodes of the cluster could ever provide the resources.
+            LaunchError: too few of the cluster's nodes could ever provide the resources.
         """
         task = self._task
         nodes = self._alive_nodes()
@@ -303,7 +303,7 @@ class Driver:
             self._actors.append(actor.remote())
 
     def _variables(self) -> dict[str, str | None]:
-        """Return environment variables of the node programs; None removes one."""
+        """Return environment variables for the node programs; None removes a variable."""
         # Ray sets OMP_NUM_THREADS from an actor's number of CPUs. Ranks may use RAY_ADDRESS to connect to this cluster.
         variables: dict[str, str | None] = {"OMP_NUM_THREADS": None, **self._task.variables}
         with suppress(Exception):  # Ray Client does not know the address
@@ -364,7 +364,7 @@ class Driver:
     def _report_early_end(
         self, places: Mapping[int, tuple[str, str]], number: int, exit_code: int | None, last_output: bytes
     ) -> None:
-        """Raise an error if a program has ended before others have started, and its node is needed."""
+        """Raise an error if a program whose node is needed has ended before others have started."""
         if len(self._actors) == self._task.min_nodes:
             raise LaunchError(
                 f"the program of node {number} (host {places[number][0]}) ended before the ranks started: "
@@ -437,7 +437,7 @@ def _current_cluster() -> str:
 
 
 def _answers(address: str) -> bool:
-    """Return whether a program listens at the address."""
+    """Return whether a program is listening at the address."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S):
@@ -469,7 +469,8 @@ def _refusing(places: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
 def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the default resources per node: one core per rank, and one GPU per rank if there are any.
 
-    If the number of ranks is not set, return the CPUs and GPUs of the smallest of the best ``max_nodes`` nodes.
+    If the number of ranks is not set, return how many CPUs and GPUs the smallest of the ``max_nodes`` largest nodes
+    has.
     """
     with_gpus = [total for total in totals if total.get("GPU", 0) >= 1]
     uses_gpus = bool(with_gpus) and task.backend not in ("cpu", "xla", "torch_tpu", "mps")

@@ -4,9 +4,9 @@
                          ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as usual
     after a failure      ──> the same nodes again; after a lost node, new ones
 
-Only the attempts differ from a job on one machine, so EngineRunner works in a kernel, in the background, and in the
-process of a detached job. None of these processes connects to a cluster: an engine that needs a library for that uses a
-separate process (``ray.py``).
+Compared with a job on one machine, only the attempts differ, so EngineRunner works in a kernel, in the background, and
+in the process of a detached job. None of these processes connects to a cluster: an engine that needs a library for that
+uses a separate process (``ray.py``).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class EngineRunner(JobRunner):
             raise KeyboardInterrupt
 
     def _adopt_plan(self) -> None:
-        """Use the plans of the nodes as the plan of the job.
+        """Combine the plans of the nodes into the plan of the job.
 
         Raises:
             LaunchError: the nodes have different kinds of devices.
@@ -281,7 +281,7 @@ class _NodeEnded(Exception):
 
 
 class _Gathering:
-    """The wait until all nodes have loaded the call.
+    """Waits until all nodes have loaded the call.
 
     Args:
         links: links to the nodes. Unreachable nodes are removed as long as enough are left.

@@ -3,7 +3,7 @@
     kernel   user_modules()  ── text of each ──>  node   install(): makes them importable, with the kernel's file names
              required()      ── names ─────────>         missing(): lists absent ones, before any rank starts
 
-Modules are sent as text and imported on the node, instead of pickled by value inside the call. Their classes keep
+Modules are sent as text and imported on the node, rather than pickled by value inside the call. Their classes keep
 their names, so returned exceptions and results have the kernel's own classes. As with ``forkserver``, changes that
 cells made to a module after its import are not sent.
 """

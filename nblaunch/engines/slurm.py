@@ -15,7 +15,7 @@ from nblaunch.errors import LaunchError
 
 _TIMEOUT_S = 30.0
 _OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
-"""Options for one task on the node alongside the kernel's own step, with all of the allocation's cores and memory."""
+"""Options to run one task on the node alongside the kernel's own step, with all cores and memory of the allocation."""
 
 
 class SlurmEngine(Engine):

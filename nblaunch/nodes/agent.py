@@ -149,7 +149,7 @@ class NodeAgent:
         return ended
 
     def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
-        """Wait until the workers of all nodes have returned; return False if they restart because nodes wait to join.
+        """Wait until all nodes' workers have returned; return False if they restart because nodes are waiting to join.
 
         If nodes have failed or were lost, the launcher, which knows about them, makes the agent leave.
         """
@@ -241,7 +241,7 @@ class LauncherClient:
         self._ended: SimpleQueue[WorkersEnded] = SimpleQueue()
 
     def start(self) -> None:
-        """Start the daemon thread that receives."""
+        """Start the daemon thread that receives the launcher's messages."""
         threading.Thread(target=self._receive_all, name="launcher", daemon=True).start()
 
     def _receive_all(self) -> None:

@@ -142,7 +142,7 @@ class AgentClient:
         self._end_process(_EXIT_S)
 
     def _end_process(self, patience_s: float) -> None:
-        """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
+        """Wait up to ``patience_s`` seconds for the agent to exit; kill it if it has not."""
         process, self._process = self._process, None
         if process is None:  # a restart ended it and could not start another
             return

@@ -32,13 +32,13 @@ _HEARTBEAT_S = 0.5
 """Seconds between heartbeats."""
 
 _URGENT_HEARTBEAT_S = 0.1
-"""Seconds between heartbeats while other nodes wait: when this node ends, or during a stop agreement."""
+"""Seconds between heartbeats while other nodes wait for them: when this node ends, or during a stop agreement."""
 
 _NUM_IN_TURN = 2
 """Number of heartbeats that a node reads each time even if their version is unchanged, to get new steps and losses."""
 
 _NUM_TURNS = 20
-"""Number of readings after which a node has read every heartbeat, which takes ten seconds."""
+"""Number of rounds of reading after which a node has read every heartbeat; they take ten seconds."""
 
 _MAX_BYTES = 4 << 20
 _RECONNECT_S = 5.0
@@ -193,7 +193,7 @@ class HeartbeatExchange:
         self._is_store_lost = False
 
     def start(self) -> None:
-        """Start the daemon thread that publishes and reads."""
+        """Start the daemon thread that publishes this node's heartbeats and reads the other nodes' heartbeats."""
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     @property

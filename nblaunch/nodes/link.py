@@ -92,7 +92,7 @@ class PeersLink:
     """A launcher's connection to the other nodes of its job; must be closed. Implements ``launcher.attempt.Peers``.
 
     Args:
-        emit_readings: passes readings to the listeners, even without workers, so that listeners publish.
+        emit_readings: passes readings to the listeners, even without workers, so that the listeners can publish them.
 
     Raises:
         LaunchError: the rendezvous is impossible here, because the port is in use or the address is unknown.
@@ -333,7 +333,7 @@ class PeersLink:
 
     @property
     def _has_lost_agent(self) -> bool:
-        """Whether the agent has ended and none replaces it, so that silence from other nodes means nothing."""
+        """Whether the agent has ended and is not replaced, so that silence from other nodes means nothing."""
         ended = self._agent.ended
         return ended is not None and bool(ended.error) and not ended.can_retry
 
@@ -469,7 +469,7 @@ class NodeRunner(JobRunner):
         return replace(super()._make_attempt(), restart_count=self._restart_count, peers=self._link)
 
     def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Run attempts until the agent announces no further one.
+        """Run attempts as long as the agent announces new ones.
 
         Raises:
             LaunchError: workers could not be started again.

@@ -38,7 +38,7 @@ _NUM_CURVES = 8
 """Number of ranks whose losses are sent to the other nodes; dashboards draw at most this many."""
 
 LINGER_S = 4.0
-"""Longest time in seconds that an agent waits until the others have received its last heartbeat."""
+"""Maximum number of seconds that an agent waits for the others to receive its last heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Summary(Event):
     """State of the workers of this node.
 
     Args:
-        exits: ranks whose process ended, and when.
+        exits: rank -> how and when its process ended.
         host_memory: last sample of each worker.
     """
 

@@ -100,7 +100,7 @@ def worker_settings(topology: Topology, address: str) -> dict[str, str | None]:
     """Return environment variables that make workers use the interface through which other nodes reach them.
 
     Args:
-        topology: topology of a worker; on one node, none are needed.
+        topology: topology of a worker; for a single node, no variables are needed.
         address: address of this machine for the other nodes. Variables that the user has set are kept.
     """
     if topology.num_nodes == 1:

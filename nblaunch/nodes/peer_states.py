@@ -182,14 +182,14 @@ def _silence(peer: _Peer, silent_s: float) -> str:
 
 @dataclass
 class NodesStopAgreement:
-    """One node's part in a :class:`StopAgreement` over the ranks of all nodes, through heartbeats.
+    """One node's part in a :class:`StopAgreement` over the ranks of all nodes, which is reached through heartbeats.
 
         leader: StopAgreement over all slots, with copies of the slots of other nodes
             ── proposal, decision ──> other nodes write them into their ranks' slots
             <── checks, replies ──    and report the replies of their ranks
 
     Any node may start it. The lowest-numbered node with a running rank leads. Once all its ranks have returned, it
-    proposes and decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat
+    makes no more proposals or decisions, and the next node leads as soon as it receives that state. The same heartbeat
     contains the last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step.
     Each proposal therefore names a later step than the one before, and the highest one is valid. Heartbeats take about
     half a second, so the proposed step is further ahead than on one node.

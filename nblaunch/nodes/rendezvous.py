@@ -221,8 +221,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         number = max(self._round + 1, self._store.add(last, 0))
         while self._store.compare_set(self._key(str(self.rank), number), "", self._id) != self._id.encode():
             number += 1
-        # Increment the last round before the arrival becomes visible, so that no node joins a round that others have
-        # left.
+        # Increment the number of the last round before the arrival becomes visible, so that no node joins a round that
+        # others have left.
         latest = b"0"
         while int(latest) < number:
             latest = self._store.compare_set(last, latest.decode(), str(number))

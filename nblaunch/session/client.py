@@ -66,7 +66,7 @@ class SessionClient:
         self._group = 1
         self._has_torch = False
         self._boundary: StopAgreement | None = None
-        """Agreement on the optimizer step before which an interrupt of the command is raised on all ranks."""
+        """Agreement on an optimizer step: an interrupt of the command is raised on all ranks just before it."""
         self._boundary_until_s = 0.0
         self.busy_since_s = 0.0
         self.num_interrupts = 0
@@ -158,7 +158,7 @@ class SessionClient:
         return report
 
     def interrupt(self) -> None:
-        """Interrupt busy ranks; a second call kills all ranks. Does nothing while no command runs.
+        """Interrupt busy ranks; a second call kills all ranks. Does nothing if no command is running.
 
         If all ranks have finished the command, the interrupt is only counted. Safe in signal handlers and any thread.
         """
@@ -197,7 +197,7 @@ class SessionClient:
         """Raise an error with the reason if the workers have ended.
 
         Raises:
-            LaunchError: the session was closed, or the reason was already raised.
+            LaunchError: the session was closed, or the error that ended it has already been raised.
             WorkerDied: a rank has ended.
         """
         __tracebackhide__ = True

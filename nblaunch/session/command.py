@@ -15,7 +15,7 @@ from nblaunch.wire.outbox import RankResult
 
 @dataclass
 class CommandReport(AttemptReport):
-    """The facts about one command of a session, collected from the events of its ranks like the facts of an attempt.
+    """The facts about one command of a session, collected from the events of its ranks as for an attempt.
 
     Args:
         number: number of the command in its session; 0 = none.
@@ -47,7 +47,7 @@ class CommandReport(AttemptReport):
 
     @property
     def busy(self) -> set[int]:
-        """The ranks that have neither ended the command nor died."""
+        """The ranks that have neither finished the command nor died."""
         return self.outboxes.keys() - self.exits.keys()
 
     @property

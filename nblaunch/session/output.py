@@ -53,7 +53,7 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
-        """Events from the command before its rows opened; the rows also show them."""
+        """The command's events before its rows were opened; the rows show them, too."""
         self._due_s = 0.0
         self._job_end: JobEnded | None = None
         self._shown = threading.Lock()
@@ -96,7 +96,7 @@ class SessionOutput:
         self._wakes.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for at most ``timeout_s`` until all ranks have finished the command or one waits for input to pdb."""
+        """Wait up to ``timeout_s`` seconds for all ranks to finish the command, or for one to wait for pdb input."""
         with suppress(Empty):
             self._wakes.get(timeout=timeout_s)
             while True:
@@ -108,14 +108,14 @@ class SessionOutput:
         dashboards: Sequence[Dashboard],
         open_rows: Callable[[], Sequence[Dashboard]] | None = None,
     ) -> Iterator[None]:
-        """Show events with ``dashboards`` when :meth:`pump` is called in the block, and the rest at its end.
+        """Show events with ``dashboards`` when :meth:`pump` is called in the block, and once more at its end.
 
         Args:
             dashboards: dashboards used from the start.
             open_rows: returns dashboards that are added if the block takes a long time.
 
         Raises:
-            RuntimeError: another thread is in a block of this method.
+            RuntimeError: another thread is inside a ``with`` block of this method.
         """
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)

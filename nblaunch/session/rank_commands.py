@@ -55,7 +55,7 @@ class RankCommands(ABC):
             :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces values that can't be pickled.
 
         Raises:
-            KeyboardInterrupt: the command was interrupted. Variables of the ranks are kept.
+            KeyboardInterrupt: the command was interrupted. The ranks' variables are kept.
             WorkerDied: a rank has ended, which ends the session.
             BaseException: the exception of the first rank that failed, with its original type.
         """

@@ -118,7 +118,7 @@ class Session(RankCommands):
         """Return an object that sends commands only to some ranks: ``session.ranks(0, 2).execute("loss.item()")``.
 
         Args:
-            *ranks: the ranks; none = all.
+            *ranks: the ranks; all if none are given.
 
         Raises:
             ValueError: there are no such ranks.
@@ -283,8 +283,8 @@ class Session(RankCommands):
         """Evaluate an expression on every rank, in the innermost frame of user code on that rank.
 
         If a rank's last command raised an exception or was interrupted, that rank uses the frame where this happened.
-        An idle rank evaluates the expression with its variables. A rank that runs a command of another thread uses the
-        command's current frame, even in a collective.
+        An idle rank evaluates the expression with its variables. A rank that is running a command sent by another
+        thread uses the command's current frame, even in a collective.
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.
@@ -476,7 +476,7 @@ class Session(RankCommands):
         return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice)
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
-        """Return the call of ``spec`` as an attempt of a job that runs on this session's workers."""
+        """Return the call in ``spec`` as an attempt of a job that runs on this session's workers."""
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
         return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
 
