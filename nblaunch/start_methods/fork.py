@@ -101,7 +101,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
 
 _PATIENCE_S = 0.4
 """How long a thread may work while another one waits for the interpreter: longer than work under a lock takes, and
-longer than the forks take, even on a busy machine. A thread that computes forever delays the forks by this time.
+longer than the forks take, even on a busy machine. A thread that computes forever delays the forks by this long.
 """
 
 _PAUSE_S = 1e-4
@@ -113,8 +113,8 @@ def _other_threads_finishing() -> Iterator[Callable[[], None]]:
     """Let each Python thread run until it waits, rather than for at most 5 ms (Python's switch interval).
 
     A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
-    draws a progress bar ten times a second holds a lock while it draws. With the usual interval, Python would switch
-    to this thread in the middle of that, and the fork would copy the locked lock. The block must run for a few
+    draws a progress bar ten times a second holds a lock while it draws. With the usual interval, Python would switch to
+    this thread while the lock is held, and the fork would copy the locked lock. The block must run for a few
     milliseconds before it forks: threads that are already waiting for the interpreter still use the previous interval.
 
     Yields:
@@ -133,7 +133,8 @@ def _fork() -> int:
     if sys.version_info < (3, 12):  # older versions do not warn
         return attached_debugger.fork()
     with warnings.catch_warnings():
-        # Python warns about forking with threads; worker/ keeps workers from using what belongs to other threads.
+        # Python warns when a process with several threads forks; worker/ keeps workers from using what belongs to other
+        # threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         return attached_debugger.fork()
 
@@ -250,7 +251,7 @@ def _find_libraries() -> tuple[str, ...]:
 
 
 def _loaded_name(line: str) -> str:
-    """Return the name under which the library on a line of the memory map was loaded; its path if unknown.
+    """Return the name under which the library on this line of the memory map was loaded; its path if unknown.
 
     If ``pip`` has replaced or removed the file, the system finds the loaded copy only by this exact name, such as
     ``/a/b/../lib.so``. For any other name, such as ``/a/lib.so``, it looks for the file.

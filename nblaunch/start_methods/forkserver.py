@@ -1,4 +1,6 @@
-"""Workers forked from a clean interpreter, for kernels that can't be forked. The model is still in memory only once.
+"""Workers forked from a clean interpreter, for kernels that can't be forked.
+
+There is still only one copy of the model in memory.
 
 kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0
@@ -63,7 +65,7 @@ def start(
 
 
 class ForkserverGroup(WorkerGroup):
-    """Workers that are grandchildren of this process. The server waits for them and reports their starts and ends."""
+    """Workers that are grandchildren of this process. The server waits for them and reports when they start and end."""
 
     def __init__(self, server: int, report_fd: int, ranks: Sequence[int]) -> None:
         self._server = server
@@ -143,7 +145,7 @@ class ForkserverGroup(WorkerGroup):
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Load the call, fork the workers, and report their starts and ends until the last one has ended."""
+    """Load the call, fork the workers, and report when each one starts and ends, until the last one has ended."""
     boot = read_boot(arguments)
     first = boot.assignments[0]
     process_control.lead_posix_session()

@@ -1,4 +1,4 @@
-"""Starts fresh interpreters from the kernel, for spawn, forkserver, agents of nodes and detached jobs."""
+"""Starts fresh interpreters from the kernel, for spawn, forkserver, node agents and detached jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Boot:
 
     Args:
         assignments: one for a worker, all for a forkserver.
-        call: the call that workers run, and its surroundings.
+        call: the call that workers run, with the process state that it needs.
         report_fd: a forkserver's pipe to the kernel; -1 for a worker.
     """
 
@@ -137,7 +137,7 @@ def start_program(
 def _start_with_large_environment(
     program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start with as many variables as the system has room for; the program sets the rest before all else."""
+    """Start with as many variables as the system has room for; the program sets the rest before anything else."""
     small, rest = env.split_by_size(environment)
     rest_fd = _written("nblaunch-environment", rest)
     try:
@@ -175,7 +175,10 @@ def _written(name: str, message: object) -> int:
 
 
 def _working_folder(wanted: str | None) -> str | None:
-    """Return the folder to start in; None = this process's folder. IPython and MKL fail in a removed folder."""
+    """Return the folder to start in; None = this process's folder.
+
+    IPython and MKL fail if the current folder has been removed.
+    """
     present = present_folder()
     if wanted is not None and wanted != present and os.path.isdir(wanted):
         return wanted

@@ -64,7 +64,7 @@ class SavedCall:
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
-        """Return the call in the memory file ``fd``, with the state of this process that surrounds it."""
+        """Return the call in the memory file ``fd``, with the state of this process that it needs."""
         sources = capture_sources()
         return cls(
             fd=fd,

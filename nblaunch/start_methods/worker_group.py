@@ -34,7 +34,10 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def waitables(self) -> list[int]:
-        """Return descriptors that become readable when :meth:`poll` may return ranks; if none, poll at intervals."""
+        """Return descriptors that become readable when :meth:`poll` may return ranks.
+
+        If there are none, :meth:`poll` must be called at intervals.
+        """
 
     @abstractmethod
     def poll(self) -> list[tuple[int, ExitStatus]]:

@@ -1,4 +1,4 @@
-"""A module's weights, in the forms of torch, its wrappers and other libraries.
+"""A module's weights, as torch, its wrappers and other libraries represent them.
 
     state_dicts.py      versions of state dicts; whether a module can load one; plain names; quantised weights
     sharded.py          tensors that ranks hold in shards

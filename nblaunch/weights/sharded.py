@@ -100,7 +100,7 @@ def is_fsdp_module(module: Any) -> bool:
 
 
 def is_fsdp1_module(module: Any) -> bool:
-    """Return whether ``module`` is a wrapper of FSDP version 1 that shards; a single rank's wrapper does not shard."""
+    """Return whether ``module`` is an FSDP version 1 wrapper that shards; on a single rank, it does not shard."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         fsdp is not None

@@ -33,7 +33,7 @@ def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a state dict of ``entries`` with the ``versions`` of another state dict of the same modules."""
+    """Return ``entries`` as a state dict, with the ``versions`` from another state dict of the same modules."""
     state: OrderedDict[str, Any] = OrderedDict(entries)
     if versions is not None:
         state._metadata = versions  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def _overlaps(tensor: Any) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a weight without the parts that wrappers add; files of other programs may contain them."""
+    """Return the name of a weight without the parts that wrappers add; files from other programs may contain them."""
     return _ADDED.sub("", name)
 
 
@@ -150,7 +150,7 @@ def _children(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(module: Any) -> Any:
-    """Return the module inside a wrapper, or any other module itself."""
+    """Return the module inside a wrapper, or the module itself if it is not a wrapper."""
     torch: Any = sys.modules["torch"]
     if _COMPILED in module._modules and type(module).__name__ == "OptimizedModule":
         return module._modules[_COMPILED]

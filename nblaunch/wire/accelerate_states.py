@@ -25,7 +25,7 @@ _PLUGINS = (
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings that created a process's states.
+    """The settings with which a process's states were created.
 
     Args:
         cpu: whether to compute on the CPU.

@@ -1,7 +1,7 @@
 """Torch modules, optimizers and learning rate schedulers in the arguments of a call, under paths that are the same
 in the kernel and in workers.
 
-The search covers the arguments, and the contents of lists, tuples, dicts and objects of user classes among them. It
+The search covers the arguments, and the contents of any lists, tuples, dicts and objects of user classes among them. It
 lists each module once, under the first path that leads to it. It omits a module inside another listed module, because
 the outer module's weights include the inner one's.
 """

@@ -1,4 +1,4 @@
-"""The input of a worker, under every start method: a call, and an assignment as one plain value.
+"""The input of a worker, under every start method: a call, and the worker's assignment as one plain value.
 
 The launcher also sends the sources of cells to a fresh interpreter; a forked worker already has them.
 """

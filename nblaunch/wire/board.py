@@ -8,8 +8,8 @@ After the slots, the same file holds the last collectives of each rank (``collec
 spans (``spans.py``).
 
 Each field has a single writer (the worker or, for some fields, the launcher) and is one aligned 8-byte word. Therefore,
-no locks are needed: a reading may combine fields of two neighbouring steps, but never parts of two numbers. The loss
-curve consists of many words, so it has a version number that is odd while the worker writes it. Writing a step takes
+no locks are needed: a reading may combine fields of two neighbouring steps, but each number in it is intact. The loss
+curve spans many words, so it has a version number that is odd while the worker writes the curve. Writing a step takes
 well under a microsecond and needs no system call.
 
 A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
@@ -93,7 +93,8 @@ PROGRESS = 8 * _STEP_TIME
 """Offset at which :attr:`Slot.pack` writes, in bytes."""
 _PROGRESS = struct.Struct("@d3q")  # native, so that each number is written as a whole
 
-# Attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd forever.
+# Number of attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd
+# forever.
 _MAX_READS = 5
 
 
@@ -156,7 +157,7 @@ class SlotReading:
 
 
 class _Word:
-    """An integer in a slot, as an attribute."""
+    """A descriptor that makes an integer in a slot an attribute."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -243,13 +244,13 @@ class Slot:
         self.record_backward: Callable[[], None] | None = None
         """Called before a backward pass; None while no collectives are recorded."""
         self.counted: Any = None
-        """The loop that has one iteration per step, until ``settled_until_s``; None if there is no such loop."""
+        """The loop that has one iteration per step, valid until ``settled_until_s``; None if there is no such loop."""
         self.settled_until_s = 0.0
         """Time until which ``note_step`` need not be called (monotonic clock); 0 if loops have changed."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
-        """Record how the calling thread of the worker spends its time; do nothing if no process reads that."""
+        """Record how the calling thread of the worker spends its time; do nothing if no process reads the spans."""
         if self.span_memory is not None:
             self.spans = SpanWriter(self.span_memory)
 
@@ -362,7 +363,7 @@ class Slot:
         self._ints[_STEPS_DONE] = self.steps_done = self.steps_done + 1
 
     def count_samples(self, samples: int) -> None:
-        """Count samples of a loop that was not displayed when it handed them to the user."""
+        """Count samples that a loop passed to the user while the loop was not displayed."""
         self._ints[_SAMPLES] = self.samples = self.samples + samples
 
     def set_loss(self, loss: float) -> None:
@@ -391,7 +392,7 @@ class Slot:
         self._ints[_BUSY_STEPS] += num_steps
 
     def note_progress(self) -> None:
-        """Count a sign of progress other than a step: a collective has ended, a bar has advanced."""
+        """Count a sign of progress other than a step, such as the end of a collective or the advance of a bar."""
         self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
@@ -408,7 +409,7 @@ class Slot:
         return number, ints[_STOP_PROPOSAL]
 
     def read(self, rank: int) -> SlotReading:
-        """Read all fields as one reading; they may be from different moments."""
+        """Read all fields as one reading; their values may be from different moments."""
         ints = self._ints
         return SlotReading(
             rank=rank,
@@ -537,7 +538,7 @@ class Board:
 
 
 def _region_starts(num_slots: int) -> list[int]:
-    """Return the offsets of the slots, calls and spans, each of which starts on a new page, and of the end."""
+    """Return the offsets of the slots, calls and spans, which start on new pages, and the offset of the end."""
     starts = [0]
     for size in (_SLOT_BYTES, REGION_BYTES, spans.REGION_BYTES):
         starts.append(starts[-1] + -(-num_slots * size // 4096) * 4096)

@@ -205,7 +205,7 @@ def _plain(value: Any) -> Any:
 
 
 def dump_plain(message: Any) -> bytes:
-    """Pickle a message as events are pickled: it only names classes of nblaunch and of ``builtins``.
+    """Pickle a message in the same way as events: the pickle names only classes of nblaunch and of ``builtins``.
 
     Raises:
         RecursionError: an object of another class contains itself.
@@ -221,7 +221,7 @@ def plain_copy(message: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects in the form of :func:`plain`, unless they are nblaunch's or Python's own."""
+    """Pickles objects in the form that :func:`plain` returns, unless they belong to nblaunch or Python itself."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, BuiltinFunctionType)):

@@ -3,14 +3,15 @@
     worker  CallWriter ──> texts: lines of code and groups, each once │ ring: the last calls ──> CallReader  launcher
 
 Each call has a number within its group and a chain: a digest of everything that must be equal on all ranks, in this
-call and in all earlier ones. If two ranks have equal chains at a number, they have agreed up to that call, so a
-comparison needs nothing else. Chains are computed from integers, whose hashes do not differ between processes.
+call and in all earlier ones. If two ranks have equal chains for calls with the same number, they agree on all calls up
+to that one, so nothing else needs to be compared. Chains are computed from integers, whose hashes do not differ between
+processes.
 
 ``backward``, the forward pass of ``DistributedDataParallel`` and optimizer steps also count as calls, with their own
 counts, because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not
 agree on them, so they are not part of a chain.
 
-All memory has a fixed size. When the region of texts is full, texts and calls are dropped, and recording starts over.
+All memory has a fixed size. When the text region is full, texts and calls are dropped, and recording starts over.
 Recording a call takes less than a microsecond and needs no system call. The launcher may read while a rank writes; it
 omits entries that were overwritten in the meantime.
 """
@@ -75,7 +76,7 @@ POINT_TO_POINT = ("send", "recv")
 _CHAINED = frozenset(COLLECTIVES)
 BACKWARD, FORWARD, STEP = "backward", "forward", "step"
 UNEVEN = "uneven"
-"""The detail of optimizer steps after a join of uneven inputs, where ranks take different numbers of steps."""
+"""The detail of optimizer steps after uneven inputs were joined, where ranks take different numbers of steps."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Call:
         chain: digest of all collectives of the group up to this one.
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
-        time_s: ``monotonic()`` of the call. If the rank is on another machine, only its last call has its own time.
+        time_s: ``monotonic()`` of the call. If the rank is on another machine, only its last call is sure to have the
+            rank's own time.
         value: learning rate of a step; 1.0 for a forward pass after which gradients are exchanged.
     """
 
@@ -187,7 +189,7 @@ class RankCalls:
 
     @property
     def last(self) -> Call | None:
-        """The last call; None without calls."""
+        """The last call; None if there is none."""
         return self.calls[-1] if self.calls else None
 
 
@@ -278,7 +280,7 @@ class CallWriter:
         return serial
 
     def notes(self) -> Callable[[WrittenSite, float], None]:
-        """Return a function that records calls of one kind that are not collectives and have no tensors.
+        """Return a function that records calls of one kind; they are not collectives and have no tensors.
 
         The function takes the kind and place of a call, and its value. It runs at every step, so it does less than
         :meth:`put`. It counts the calls in each group itself.
@@ -393,11 +395,11 @@ class CallReader:
 
     @property
     def num_calls(self) -> int:
-        """Number of the rank's calls; cheap."""
+        """Number of calls that the rank has made; cheap to read."""
         return self._words[_HEAD]
 
     def digests(self, limit: int) -> dict[tuple[int, int], float]:
-        """Return a digest for each of the last calls: a fast check whether ranks differ.
+        """Return a digest for each of the last calls, for a quick check of whether ranks differ.
 
         Digests of different ranks under the same key must be equal. Keys are the same in all processes.
 
@@ -419,7 +421,7 @@ class CallReader:
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:
-        """Read the last calls; return no calls if the rank starts over during every attempt."""
+        """Read the last calls; return no calls if recording starts over during every attempt."""
         words = self._words
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]

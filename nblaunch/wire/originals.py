@@ -30,7 +30,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Replaces, in a state dict, a tensor of this shape that was not sent because it is unchanged."""
+    """Stands in a state dict for a tensor of this shape that was not sent because it is unchanged."""
 
     shape: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Originals:
 
     @classmethod
     def of_this_process(cls) -> Originals | None:
-        """Return the originals for processes forked from this one; None if the system hides the memory of processes.
+        """Return the originals for processes forked from this one; None if this process's memory can't be opened.
 
         The file refers to this process's memory in every process that inherits it: the system checks permissions when
         it is opened, not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
@@ -83,7 +83,7 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return functions that compare a tensor's CPU copy with the original, by ``id`` of the tensor in ``state``.
+        """Return, by ``id`` of each tensor in ``state``, a function that compares its CPU copy with the original.
 
         A tensor whose original can't be read has no function.
         """

@@ -1,4 +1,4 @@
-"""Results of a worker for its launcher after its function has returned: the return value, then trained states.
+"""Results that a worker sends its launcher after its function has returned: the return value, then trained states.
 
     worker   ── put_value ──> memory file      ── Returned: where the value is
     ── put_state ──> memory file      ── StateSent, for one module or optimizer after another
@@ -79,10 +79,10 @@ class Outbox:
     def put_state(
         self, path: ArgPath, state: Mapping[str, Any], equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
-        """Write a state dict; an ``Unchanged`` replaces each tensor that its test finds equal to the launcher's.
+        """Write a state dict, with an ``Unchanged`` for each tensor that its test finds equal to the launcher's.
 
         Returns:
-            Its place, its end, and the parts that were omitted because they can't be pickled.
+            Where it starts and ends, and the parts that were omitted because they can't be pickled.
 
         Raises:
             Exception: as in :meth:`put_value`; the file then has its previous contents.

@@ -80,7 +80,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read_fields(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)
-    # In Python, booleans are numbers; here they are not. A whole number may stand for a float.
+    # In Python, booleans are numbers; here they are not. An integer is accepted where a float is expected.
     if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
         raise ValueError(f"{path}: a number with {value.bit_length()} bits is too large")
     if type(value) is hint or (hint is float and type(value) is int):

@@ -6,7 +6,7 @@ Between ranks:
     rank 0   ── signature + pickle ──> process group ──> rank 1: checks the signature, then reads the pickle
 
 Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a
-signature, a process that takes a rank's place there could make the other ranks run any code.
+signature, a process that takes a rank's place there could make the other ranks run arbitrary code.
 
 Files of a detached job are signed with the user's key (``detached/folder.py``), with :func:`seal` and :func:`unseal`.
 """

@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import BinaryIO, NamedTuple
 
 NUM_SPANS = 4096
-"""Largest number of a rank's spans that wait for the launcher; older spans are lost."""
+"""Maximum number of a rank's spans that can wait for the launcher; if there are more, the oldest are lost."""
 
 _ENTRY = struct.Struct("<hhf2dq")
 _START = struct.Struct("<hhf")
@@ -128,7 +128,7 @@ class SpanReader:
         self.num_lost = 0
 
     def read(self) -> bytes:
-        """Return the spans that were written since the last call, in the format of a file."""
+        """Return the spans that were written since the last call, in the format of the file."""
         first = self._next
         last = self._last_from(first)
         if last < first:

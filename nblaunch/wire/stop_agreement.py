@@ -68,7 +68,7 @@ class Agreement(Protocol):
 
 
 class Boundary(Agreement, Protocol):
-    """The launcher's side of an agreement on the optimizer step before which an interrupt is raised on all ranks.
+    """The launcher's side of an agreement on an optimizer step: all ranks raise an interrupt just before it.
 
     Attributes:
         limit_s: how long the interrupt waits for the step.
@@ -143,7 +143,7 @@ class StopAgreement:
             self.is_settled = True
         elif any(reply == -self._proposal for reply in replies) or self._is_patience_over(slots, now_s):
             self._decide(-self._proposal)
-            # Twice the number of checks that passed while the proposal and the rejection were in transit.
+            # Twice the number of checks that a rank made while the proposal and the rejection were in transit.
             passed = max(slot.num_checks for slot in self._slots.values()) - self._proposed_at
             self._margin = 2 * max(self._margin, passed)
             self._proposal = 0
@@ -176,7 +176,7 @@ class StopAgreement:
             slot.stop_decision = decision
 
     def _is_patience_over(self, slots: Iterable[Ballot], now_s: float) -> bool:
-        """Return whether a rank has waited too long at the proposed check while another may wait in a collective."""
+        """Return whether a rank has waited too long at the proposed check; another may be waiting in a collective."""
         if not any(slot.num_checks >= self._proposal for slot in slots):
             self._waiting_since = None
             return False

@@ -2,8 +2,8 @@
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
-A worker has one connection for sessions and the debugger. It is made before the worker starts and has no address: only
-the kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like
+A worker has one connection for sessions and the debugger. It is created before the worker starts and has no address:
+only the kernel, the worker and processes that the worker forks hold an end of it. Messages are therefore pickled, like
 events (``channel.py``); memory files carry objects of the user's classes. A session command is reported by events
 (:class:`nblaunch.events.CommandEvent`); a numbered debugger command is answered by a :class:`Reply`.
 """
@@ -109,7 +109,7 @@ class CommandConnection:
 
 
 def connect() -> tuple[CommandConnection, int]:
-    """Return the kernel's end of a new connection, which no forked child keeps, and the worker's end.
+    """Return a new connection's ends: the kernel's, which no forked child keeps, and the worker's.
 
     Raises:
         OSError: the system could not create a socket pair.
@@ -179,7 +179,7 @@ class SetVariables(SessionCommand):
 
 @dataclass(frozen=True)
 class RunFunction(SessionCommand):
-    """A function that is called as in a job; the first of the files holds the call.
+    """A function to call as a job would; the first of the files holds the call.
 
     Args:
         returns_all: whether every rank returns its value; False = only rank 0 does.
@@ -268,8 +268,8 @@ class Prompted:
 
     Args:
         text: its output since the last line, without the prompt.
-        stop: identifies a ``breakpoint()`` by file, line and count; None in later prompts, and in post-mortem pdb. The
-            stops of ranks that run the same code are equal.
+        stop: identifies a ``breakpoint()`` by file, line and count; None in later prompts, and in post-mortem pdb.
+            Ranks that run the same code have equal stops.
         prompt: pdb's prompt, which is different on continuation lines and while a breakpoint's commands are entered.
     """
 
@@ -326,7 +326,7 @@ class Reply:
     @classmethod
     def of_value(cls, number: int, value: Any, outbox_fd: int) -> Reply:
         """Return a reply with ``value``, which is in the outbox unless its type is plain."""
-        # An object of a derived class, such as an IntEnum, may not exist in the other process.
+        # A class derived from a plain type, such as an IntEnum, may be missing from the other process.
         if type(value) in PLAIN_TYPES:
             return cls(number, value=value)
         return cls(number, location=Outbox(outbox_fd).put_value(value))

@@ -1,9 +1,9 @@
 """Arrays that overlap in memory, and blocks of a file that preserve the overlap.
 
 The writer first collects the tensors and NumPy arrays of a value. If two of them span overlapping memory, it writes
-this memory once, as one block, and the reader builds both on it. Views therefore stay views, in any order, even if one
-is a tensor and the other an array. Memory that no array spans is not written, so ten elements of a large tensor take
-the space of ten elements.
+this memory once, as one block, and the reader builds both on it. Views therefore stay views, in whatever order they are
+added, even if one is a tensor and the other an array. Memory that no array spans is not written, so ten elements of a
+large tensor take the space of ten elements.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Arrays:
         self._places: list[Place] = []
 
     def add(self, span: Span, key: Any = None, copy: Callable[[], Any] = bytes) -> int:
-        """Add an array, whose memory must not change until all are written; return its number.
+        """Add an array, whose memory must not change until all arrays are written; return its number.
 
         Args:
             span: the array's memory.

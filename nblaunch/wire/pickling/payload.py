@@ -68,7 +68,8 @@ class NotebookPickler(cloudpickle.CloudPickler):
         self._main_by_reference = main_by_reference
         self._main = sys.modules.get("__main__")
         if not main_by_reference:
-            # The reading process's globals for a function, by the id of the function's globals in this process.
+            # Maps the id of a function's globals in this process to the globals that the function gets in the reading
+            # process.
             self.globals_ref[id(vars(self._main))] = _MAIN_NAMES
 
     def reducer_override(self, obj: Any) -> Any:
@@ -191,7 +192,7 @@ def cells_sent_by_value() -> Iterator[None]:
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
-    # Pickle by name for existing processes, because they may be forks, which have the cells.
+    # Pickle by name for existing processes, because they may be forks, which already have the cells' definitions.
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
@@ -494,7 +495,7 @@ def _raw(dense: Any) -> Any:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether the tensor consists only of dense numbers; other kinds use their own pickling."""
+    """Return whether this is a plain dense tensor; other kinds use their own pickling."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
@@ -519,7 +520,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors and arrays in parts of the file, one part per written object, so that tied tensors stay tied."""
+    """Builds tensors and arrays on parts of the file, each written object only once, so that tied tensors stay tied."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class UnpicklablePart(NamedTuple):
     Args:
         name: the expression with which the user's code would refer to the part.
         error: why it can't be pickled.
-        is_of_user: whether the part, or an object that contains it, belongs to a class or function of the user.
+        is_of_user: whether the part, or an object that contains it, belongs to one of the user's classes or functions.
     """
 
     name: str
@@ -91,7 +91,7 @@ _KINDS = (
     (r"_io\.|.*File$", "open files"),
     (r"socket|SSL", "open connections"),
 )
-"""Pattern for the type in Python's message, and the word that users have for such objects."""
+"""Pattern for the type in Python's message, and what users call such objects."""
 
 
 def _explained(value: Any, error: Exception) -> Exception:
@@ -120,7 +120,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has_attributes_of_users(value: Any) -> bool:
-    """Return whether attributes of a value mean something to users; locks inside a ``queue.Queue`` do not."""
+    """Return whether a value's attributes are meaningful to users; the locks inside a ``queue.Queue`` are not."""
     if not hasattr(value, "__dict__") or inspect.ismodule(value) or inspect.isclass(value):
         return False
     package = _package_of(value)

@@ -138,7 +138,7 @@ def _of_loader(loader: Any) -> Reduction | None:
 
 
 def _of_hidden_class(cls: type) -> Reduction | None:
-    """Return how to pickle a class by the module that holds it; None if that is its ``__module__``, or none exists."""
+    """Return how to pickle a class by the module that holds it; None if its ``__module__`` does, or no module does."""
     if not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
         return None
     name = cls.__qualname__
@@ -172,4 +172,4 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("multiprocessing.synchronize", "Event", _reject("a multiprocessing event")),
     ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared value of multiprocessing")),
 )
-"""Module, class, how to pickle its objects."""
+"""Module, class, and how to pickle objects of the class."""
