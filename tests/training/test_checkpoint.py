@@ -998,7 +998,7 @@ def _save_on_main(folder: str) -> list[str]:
                 accelerator.save_state(f"{folder}_{number}")
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
-        with pytest.warns(UserWarning, match=r"random states of rank 1.* rank 0"):
+        with pytest.warns(UserWarning, match=r"random states for rank 1.* rank 0"):
             accelerator.load_state(f"{folder}_1")
     else:
         accelerator.load_state(f"{folder}_1")

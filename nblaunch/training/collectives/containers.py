@@ -60,9 +60,8 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     if kind is tuple:
         return tuple(values)
     if isinstance(data, Mapping):
-        keys = (
-            data.keys()
-        )  # not ``data``, because some mappings iterate over rows (``tensordict.TensorDict``)
+        # Some mappings iterate over rows instead of keys, such as ``tensordict.TensorDict``.
+        keys = data.keys()
         contents = dict(zip(keys, values, strict=True))
         return contents if kind is dict else _rebuilt_mapping(data, contents)
     if isinstance(data, Sequence):
