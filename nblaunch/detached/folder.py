@@ -40,7 +40,7 @@ from nblaunch.detached import home, record
 from nblaunch.detached.record import End, Head, OtherFormat, Record
 from nblaunch.detached.requests import Endpoint
 from nblaunch.events import Event, Failed
-from nblaunch.host import descriptors, files
+from nblaunch.host import exhaustion, files
 from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.plan import LaunchPlan
@@ -172,7 +172,7 @@ class JobFolder(LogFolder):
             with self.opened() as fd:
                 return os.open(Path(path).relative_to(self.path), flags, dir_fd=fd)
 
-        return descriptors.when_free(opened, self._patience_s)
+        return exhaustion.when_free(opened, self._patience_s)
 
     def key(self, name: str) -> bytes:
         """Return the key that signs a file; it is not valid for other files or jobs.
@@ -195,7 +195,7 @@ class JobFolder(LogFolder):
                 return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
         try:
-            file_status = descriptors.when_free(status, self._patience_s)
+            file_status = exhaustion.when_free(status, self._patience_s)
         except FileNotFoundError:
             return None
         return file_status.st_ino, file_status.st_mtime_ns
@@ -287,7 +287,7 @@ class JobFolder(LogFolder):
                 return files.read(fd, name)
 
         try:
-            return descriptors.when_free(read, self._patience_s)
+            return exhaustion.when_free(read, self._patience_s)
         except FileNotFoundError:
             return None
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from nblaunch.errors import warn
-from nblaunch.host import descriptors, files, proc
+from nblaunch.host import descriptors, exhaustion, files, proc
 from nblaunch.launcher.requests import JobRequests
 
 TAKEN = "ok"
@@ -79,7 +79,7 @@ class Endpoint:
             return True
         except OSError as error:
             # If this process has no descriptors left, the state of the job process is unknown.
-            return descriptors.are_exhausted(error)
+            return exhaustion.is_exhausted(error)
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies.
@@ -124,7 +124,7 @@ class Endpoint:
         except BlockingIOError:
             raise
         except OSError as error:
-            if not self.address or descriptors.are_exhausted(error):
+            if not self.address or exhaustion.is_exhausted(error):
                 raise
             connection.connect(f"\0{self.address}")
 

@@ -5,7 +5,8 @@ waits.py         finds threads whose waits no other process can end
 descendants.py   finds and ends every process that workers have started, even outside their process groups
 memory.py        memory of processes, limits of the host, glibc's allocator
 heap.py          hides Python's objects from the garbage collector, for forks and large imports
-descriptors.py   file descriptors: which ones forked processes must not keep; what happens when none are free
+descriptors.py   file descriptors: which ones forked processes must not keep
+exhaustion.py    what happens when no file descriptor is free
 sockets.py       connections of this process to programs that it has not started
 child_statuses.py  exit statuses of children if the process ignores SIGCHLD
 signal_handlers.py  holds this process's signal handlers back while an exception would do harm

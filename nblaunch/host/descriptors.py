@@ -1,4 +1,4 @@
-"""File descriptors: which ones forked children must not keep, and what happens when none are free.
+"""File descriptors, and which ones forked children must not keep.
 
 Every process that nblaunch or other code forks from the kernel inherits its descriptors. A child that kept the write
 end of a guardian's pipe would hide the kernel's death from that guardian; a child that kept a listening socket would
@@ -8,22 +8,15 @@ that exist only for a moment, :func:`forks_held_back` makes forks wait.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import select
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _HIGH = 960
 """Below the usual limit of 1024. Higher numbers cost memory, because the system's table extends to the highest."""
-
-_RETRY_S = 0.1
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -72,23 +65,6 @@ def occupy_standard_ones() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-
-
-def are_exhausted(error: OSError) -> bool:
-    """Return whether ``error`` means that this process, or the system, has no free descriptor."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def when_free(call: Callable[[], T], patience_s: float) -> T:
-    """Return ``call()``; wait up to ``patience_s`` seconds while it fails because no descriptor is free."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if not are_exhausted(error) or time.monotonic() >= until_s:
-                raise
-            time.sleep(_RETRY_S)
 
 
 def check_room(count: int) -> None:

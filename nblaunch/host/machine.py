@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nblaunch.host import descriptors, proc
+from nblaunch.host import exhaustion, proc
 
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -115,8 +115,8 @@ def _lasting_ids(pid: int) -> tuple[str, str, str]:
 def _read(path: Path) -> str:
     """Return a file's text without its line ending; empty if the system has no such file."""
     try:
-        return descriptors.when_free(path.read_text, _PATIENCE_S).strip()
+        return exhaustion.when_free(path.read_text, _PATIENCE_S).strip()
     except OSError as error:
-        if descriptors.are_exhausted(error):
+        if exhaustion.is_exhausted(error):
             raise
         return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from nblaunch.host import descriptors
+from nblaunch.host import exhaustion
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -119,7 +119,7 @@ def is_running(pid: int, started: int) -> bool:
         try:
             stat = _contents(f"/proc/{pid}/stat")
         except OSError as error:
-            return descriptors.are_exhausted(error)
+            return exhaustion.is_exhausted(error)
         return _start_ticks(_fields(stat.decode(errors="replace"))) == started
     try:
         os.kill(pid, 0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.events import Event, LogLines, Note, StatusLine
-from nblaunch.host import descriptors, disk, files
+from nblaunch.host import descriptors, disk, exhaustion, files
 
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
@@ -178,7 +178,7 @@ class LogTail:
             except FileNotFoundError:
                 return False  # the worker has not created it yet
             except OSError as error:
-                if not descriptors.are_exhausted(error):
+                if not exhaustion.is_exhausted(error):
                     raise
                 return False  # this process currently has no descriptor left
         return True

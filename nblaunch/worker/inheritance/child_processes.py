@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.host import descriptors
+from nblaunch.host import exhaustion
 
 _POLL_S = 0.05
 _STATE, _EXIT_STATUS = 0, 49
@@ -91,6 +91,6 @@ def _status(pid: int) -> int | None:
         return 0
     except OSError as error:
         # The process has just ended, unless its file can't be opened or there is no /proc.
-        is_unknown = descriptors.are_exhausted(error) or not os.path.isdir("/proc/self")
+        is_unknown = exhaustion.is_exhausted(error) or not os.path.isdir("/proc/self")
         return None if is_unknown else 0
     return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None
