@@ -318,7 +318,7 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over ``cp_size`` ranks, if set, in the block, which runs one training step.
+        """Shard sequences over ``cp_size`` ranks, if it is set, during the block, which runs one training step.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -370,7 +370,7 @@ class Accelerator(AcceleratorProperties):
         gradients.backward(parts["_preparer"], loss, kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> gradients.MicroStep:
-        """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
+        """Run the block as one micro-step. Ranks average gradients, and optimizers step, only when the window ends.
 
         A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
         Models in separate calls, nested or consecutive, have separate windows, and so do their optimizers.
@@ -484,7 +484,7 @@ class Accelerator(AcceleratorProperties):
         ValueError. All ranks must call it for each batch.
 
         Args:
-            input_data: tensor, or nested structure of tensors and sequences of other objects, which are pickled.
+            input_data: tensor, or nested structure of tensors and sequences of other objects (pickled).
             use_gather_object: always gather with pickle. A list of tensors then has one item per sample.
 
         Example::
@@ -661,8 +661,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             *objects: objects with ``state_dict()``, which every rank calls, and ``load_state_dict(state)``. Sharded
                 tensors are written in full.
-            per_rank: True: each rank has its own state, for the same number of ranks. False: all ranks load the state
-                of rank 0. None: each rank has its own state if the states differ, except for buffers of modules.
+            per_rank: True: each rank has its own state, so the number of ranks can't change. False: all ranks load the
+                state of rank 0. None: each rank has its own state if the states differ, except for modules' buffers.
 
         Raises:
             ValueError: an object lacks one of these methods; none of the objects is registered.
@@ -688,9 +688,9 @@ class Accelerator(AcceleratorProperties):
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
         Args:
-            hook: receives the models, as in saving, and the folder. ``load_state`` does not load models that
-                the hook removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards,
-                these are loaded first, and ``models`` is empty.
+            hook: receives the models, as a hook for saving does, and the folder. ``load_state`` does not load models
+                that the hook removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards, these
+                are loaded first, and ``models`` is empty.
 
         Returns:
             A handle; its ``remove()`` removes the hook.
@@ -785,7 +785,7 @@ class Accelerator(AcceleratorProperties):
 
         It also works without trackers. The dashboard and ``job.metrics`` receive numbers and short texts as Python
         types: an enum member becomes its value, and a NumPy number or a tensor with one element becomes a number. Other
-        objects reach only trackers that support them. Logging a tensor waits for its device.
+        objects reach only trackers that support them. To log a tensor, this method waits for the tensor's device.
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
@@ -823,7 +823,7 @@ class Accelerator(AcceleratorProperties):
             iterable: any iterable; for a prepared loader, this method adds nothing.
             total: length of the iterable, if it has no ``len``.
             desc: short description, shown as the status line of this rank. If it contains "epoch", the items count as
-                epochs, and the dashboard shows them in its column for epochs instead, such as "2/6".
+                epochs, and the dashboard shows them in its epochs column instead, such as "2/6".
 
         Example::
 

@@ -119,7 +119,7 @@ class LoaderStack:
 
 
 class Window:
-    """The micro-steps of models that are accumulated together, since their gradients were last synchronised.
+    """One accumulation window: the micro-steps since its models' gradients were last synchronised.
 
     Args:
         modules: the user's modules; empty: the window does not belong to particular models.
@@ -333,7 +333,7 @@ class AccumulationState:
         return {"windows": [(window.step, window.size, window.sync_gradients) for window in self.windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the counts of all windows to another rank's, except windows that have not begun here."""
+        """Set the counts of all windows that have begun here to another rank's counts."""
         for window, (step, size, sync_gradients) in zip(self.windows, state["windows"], strict=False):
             window.step, window.size, window.sync_gradients = step, size, sync_gradients
 

@@ -142,7 +142,7 @@ def resolve_data_config(
 def resolve_dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """Return the compiler's settings from one of two arguments, or else the launcher's or environment's."""
+    """Return the compiler's settings: from one of two arguments, or else from the launcher or the environment."""
     if backend is not None and plugin is not None:
         raise ValueError(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
@@ -214,7 +214,7 @@ def resolve_parallelism(config: Any, kept: ParallelismConfig | None) -> Parallel
 def parallel_plugin(
     plugin: StrategyPlugin, parallelism: ParallelismConfig, process: JoinedProcess
 ) -> StrategyPlugin:
-    """Complete ``parallelism``, create its mesh, and return the plugin of the strategy for it.
+    """Complete ``parallelism``, create its mesh, and return the strategy plugin for it.
 
     Args:
         plugin: the plugin to use unless ``parallelism`` needs another one.
@@ -247,8 +247,8 @@ def plugin_if_none_given(
     """Return the plugin to use if none was passed: the one in use, else the launch's, else replicas.
 
     Args:
-        kept: the plugin of an earlier Accelerator of this process.
-        handlers: the Accelerator's handlers, which may have settings for replicas.
+        kept: the plugin of an earlier Accelerator in this process.
+        handlers: the Accelerator's handlers, which may include settings for replicas.
         parallelism: how to divide ranks from now on; None: as before. If it does not shard, an earlier plugin that
             shards is not kept.
     """
@@ -266,7 +266,7 @@ def plugin_if_none_given(
 def resolve_precision(
     asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
 ) -> precision.Precision:
-    """Return a new precision in the requested format, or else the earlier Accelerator's or the launch's.
+    """Return a new precision: in the requested format, or else in the earlier Accelerator's or the launch's format.
 
     Raises:
         ValueError: see :func:`precision.make`.

@@ -1,4 +1,4 @@
-"""Gradients of a training loop: backward, the block of a micro-step, unscaling and clipping.
+"""Gradients in a training loop: the backward pass, the block of a micro-step, unscaling and clipping.
 
 The methods of an ``Accelerator`` pass its :class:`Preparer` to these functions. ``accumulation.py`` decides when
 gradients are synchronised, the strategy decides how, and the precision sets the number format.
@@ -129,7 +129,7 @@ class MicroStep(ContextDecorator):
 
 
 def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
-    """Warn once, on rank 0, about the divisor of gradients in a short window."""
+    """Warn once, on rank 0, about the number by which gradients of a short window are divided."""
     size, num_steps = accumulation.current.size, accumulation.num_steps
     accumulation.has_named_short_window = True
     if rank == 0 and accumulation.plugin.divide_by_actual is None:
@@ -175,8 +175,8 @@ def _bring_to_true_size(
 ) -> list[torch.Tensor]:
     """Average and unscale gradients of ``parameters``; return the parameters as a list.
 
-    Gradients are averaged over ranks unless backward has done so. Optimizers that hold none of the parameters
-    are not touched, because they may have no gradients yet. If no prepared optimizer has any of the
+    Gradients are averaged over ranks unless backward has already averaged them. Optimizers that hold none of the
+    parameters are not touched, because they may have no gradients yet. If no prepared optimizer has any of the
     parameters, the gradients of all optimizers are unscaled.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -100,7 +100,8 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
     """Mark processes that ``multiprocessing`` starts from now on as children of a rank.
 
     With every start method, a process inherits its parent's ``_config``. The environment is not sufficient: a
-    forkserver keeps the environment that it started with. The entry has only types that any interpreter can unpickle.
+    forkserver keeps the environment that it started with. The entry contains only types that any interpreter can
+    unpickle.
     """
     entry = environment, asdict(process.topology), process.backend.name, str(process.device)
     multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]
@@ -196,7 +197,7 @@ def one_at_a_time() -> Iterator[None]:
         with nblaunch.one_at_a_time():
             model = build_model().to(accelerator.device)
 
-    The block must not wait for other ranks, because they wait for its end. In processes that nblaunch did not launch,
+    The block must not wait for other ranks, because they wait for it to end. In processes that nblaunch did not launch,
     this does nothing.
     """
     with context.current().locks.lock():

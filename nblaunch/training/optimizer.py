@@ -147,7 +147,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_due(self) -> bool:
-        """Whether the optimizer steps in this micro-step, because the accumulation window of its models ends."""
+        """Whether the optimizer steps in this micro-step, which it does when its models' accumulation window ends."""
         return self._accumulation.window_for(self).sync_gradients
 
     def reduce_gradients(self) -> None:
@@ -301,7 +301,7 @@ class OptimizerPlaceholder:
     """A placeholder for an optimizer that the strategy creates: ``prepare`` returns the real one."""
 
     needs: str
-    """The setting that the real optimizer needs, as the end of an error message."""
+    """The setting that the real optimizer needs, worded as the end of an error message."""
 
 
 class SchedulerPlaceholder:

@@ -301,7 +301,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: value for name, value in fields.items() if value != plain.get(name)}
 
     def check(self) -> None:
-        # Some compilers register with torch only when the program imports their library, such as TorchTPU's "tpu".
+        # Some compilers, such as TorchTPU's "tpu", register with torch only when the program imports their library.
         if self._name.upper() in DynamoBackend.__members__ or self._name == "tpu":
             return
         from torch import compiler

@@ -143,7 +143,7 @@ class ParallelismConfig:
         )
 
     def check(self) -> None:
-        """Raise the constructor's errors for fields that were assigned later."""
+        """Raise the same errors as the constructor if fields that were assigned later are invalid."""
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}_size must be at least 1, but got {size!r}")

@@ -170,12 +170,12 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the registered objects, hooks and tracker starts of an Accelerator, for :func:`_register`."""
+    """Return an Accelerator's registered objects, hooks, and calls that start trackers, for :func:`_register`."""
     return {"_checkpoints": parts["_checkpoints"].handed_over(), "_trackers": list(parts["_trackers"].starts)}
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Repeat another process's registrations on the parts of this process."""
+    """Apply the registrations of another process to this process's parts."""
     for name, registered in carried.items():
         parts[name].take_over(registered)
 

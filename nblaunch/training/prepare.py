@@ -178,7 +178,7 @@ class Preparer:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return a prepared scheduler. It steps with its optimizer, or with all if its own is unprepared."""
+        """Return a prepared scheduler. It steps with its optimizer or, if that is not prepared, with all that are."""
         if isinstance(scheduler, AcceleratedScheduler):
             _check_job(scheduler, "scheduler")
         else:

@@ -1,4 +1,4 @@
-"""Properties of the ``Accelerator`` that scripts read or assign: settings, states, labels of parallelism.
+"""Properties of the ``Accelerator`` that scripts read or assign: settings, states and parallelism labels.
 
 An assigned setting applies to objects that are prepared later. Trainers of other libraries read the labels before they
 branch, even for forms of parallelism that the job does not use.
@@ -43,7 +43,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute that holds the Accelerator's handler of one type. Strategy and precision look it up at every use."""
+    """An attribute: the Accelerator's handler of one type. The strategy and the precision look it up each time."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind

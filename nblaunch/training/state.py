@@ -403,7 +403,7 @@ class GradientState(View):
 
 
 def is_initialized() -> bool:
-    """Return whether an Accelerator was created in this process, so that it has an ``AcceleratorState``."""
+    """Return whether this process has an ``AcceleratorState``, because it created an Accelerator."""
     return bool(AcceleratorState._shared_state)
 
 

@@ -1,4 +1,4 @@
-"""The classes that a checkpoint file may name when it is read. They only hold data, so a file can't run code."""
+"""The classes that a checkpoint file may name when it is read. They hold only data, so reading it can't run code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLAIN = [
 
 @contextmanager
 def trusting(kinds: Sequence[Any]) -> Iterator[None]:
-    """Allow ``torch.load`` with ``weights_only=True`` to create these classes in the block."""
+    """Allow ``torch.load`` with ``weights_only=True`` to create objects of these classes within the block."""
     trusted = torch.serialization.get_safe_globals()
     # Leave out classes that the user has registered, because torch forgets all classes passed here when the
     # block ends.

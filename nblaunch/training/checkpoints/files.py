@@ -1,4 +1,4 @@
-"""The contents of a checkpoint folder: file names, the manifest, a check for damage; files of single states.
+"""The contents of a checkpoint folder: file names, the manifest, a check for damage, and files of single states.
 
 File names are the same as in Hugging Face Accelerate:
 
@@ -97,7 +97,7 @@ def iteration_of(folder: Path) -> int | None:
 
 
 def in_order(checkpoints: Path) -> list[Path]:
-    """Return the automatically named checkpoints of a folder, oldest first."""
+    """Return the automatically named checkpoints in a folder, oldest first."""
     by_number = {
         number: path
         for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
@@ -206,7 +206,7 @@ def _checksum_of_file(path: Path) -> str:
 def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
     """Raise CheckpointError, naming the files, if files are missing or have changed.
 
-    Every rank checks all sizes, and the contents of a share of the files.
+    Every rank checks the sizes of all files, and the contents of its share of them.
     """
     sizes = safe_save.files_below(folder)
     wrong = []

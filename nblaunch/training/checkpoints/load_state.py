@@ -171,7 +171,7 @@ class _Checkpoint:
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
-        """Return the optimizers' states, and functions that load all other states except weights.
+        """Return the optimizers' states, and functions that load the other states, but not the weights.
 
         If the strategy reads the optimizers together with the weights, the list of states is empty.
 

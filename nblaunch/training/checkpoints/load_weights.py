@@ -43,7 +43,7 @@ _SPLIT_ARGUMENTS = (
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
 _LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments of load_checkpoint_in_model only. With the first, Accelerate may load an unsplit model."""
+"""Arguments that only load_checkpoint_in_model has. With the first, Accelerate may load a model that is not split."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
@@ -76,7 +76,8 @@ def load_checkpoint_in_model(
         dtype: the dtype for floating point tensors without memory; None: keep the model's.
         strict: raise an error if names in the files and the model differ.
         **others: Accelerate's other arguments. They have no effect on a model that is not split, except for
-            ``keep_in_fp32_modules``: if a tensor has no memory yet, Accelerate loads the model, and must be installed.
+            ``keep_in_fp32_modules``: if it is set and a tensor has no memory yet, Accelerate loads the model, and must
+            be installed.
 
     Raises:
         CheckpointError: the weights are missing or damaged, or don't fit.

@@ -95,7 +95,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
-    """Write a state dict to one file, in safetensors' format or in torch's."""
+    """Write a state dict to one file, in the format of safetensors or of torch."""
     from safetensors.torch import save_file  # imported here because most training does not need it
 
     if not safe_serialization:
@@ -218,7 +218,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Args:
         f: a path, or an open binary file.
-        map_location: the device to read tensors to; None: the device that they were saved from.
+        map_location: the device to load tensors onto; None: the device that they were saved from.
         **kwargs: further arguments of :func:`torch.load`. Pass ``weights_only=False`` only for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
@@ -227,8 +227,8 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return the state dict in a file, including all names of shared tensors.
 
-    On the CPU, tensors are mapped to the file. The system reads a page when it is first used, and copies it when it is
-    written to.
+    On the CPU, tensors are memory-mapped from the file. The system reads a page when it is first used, and copies it
+    when it is written to.
     """
     try:
         if path.suffix == ".safetensors":

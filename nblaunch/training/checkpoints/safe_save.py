@@ -7,8 +7,8 @@ them into place. (``host/files.py`` replaces single files in the same way.)
     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 
 The last row is a journal: once ``.committed`` exists, the new files are valid, and :func:`finish_commit` moves the
-remaining ones up. Files of an existing folder that are not replaced stay unchanged. Only one process writes; callers
-choose it.
+remaining ones up. Files in an existing folder that are not replaced stay unchanged. Only one process writes; callers
+choose which one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save rounds: a collective without a deadline, through the process group's store, in which ranks save together.
+"""Save rounds: collectives without deadlines, through the process group's store, in which ranks save together.
 
     rank 0    opens a round ── who arrives? ── fixes present ranks and folder ── writes ──> collects reports ── outcome
     others    answer: in save_state, or in another collective ── write their own files, report ──> outcome
@@ -68,7 +68,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A rank's reply to rank 0: where it is."""
+    """A rank's reply to rank 0, which asks where the rank is."""
 
     number: int  # the round that this answers
     is_present: bool  # the rank has called ``save_state``
@@ -86,7 +86,7 @@ class States:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a rank that is present: it has written its files, or has failed to."""
+    """A present rank's report that it has written its files or failed to write them."""
 
     number: int
     problem: str = ""
@@ -96,7 +96,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The outcome of a round; an empty ``error_type`` means that the checkpoint is written."""
+    """The outcome of a round; an empty ``error_type`` means that the checkpoint was written."""
 
     error_type: str = ""
     error: str = ""
@@ -114,7 +114,7 @@ class _Mail:
         store: the process group's store.
         is_shared: use the process group's own connection instead.
 
-    ``can_wait``: whether :meth:`wait_for_ring` may be called, because no other thread uses the connection.
+    ``can_wait``: True if no other thread uses the connection, so :meth:`wait_for_ring` may be called.
     """
 
     def __init__(self, store: Any, *, is_shared: bool = False) -> None:
@@ -202,7 +202,7 @@ _side: Any = None
 def side_of(backend: Backend, rank: int) -> Any:
     """Return this rank's side of the save rounds: a Coordinator on rank 0, otherwise a Participant.
 
-    The first call in a process group creates it.
+    The first call in a process group creates this side.
     """
     global _side
     if _side is None or not _side.is_current():

@@ -159,7 +159,7 @@ def collect(
     copies: CpuCopies | None = None,
     side: Coordinator | Participant | None = None,
 ) -> Snapshot:
-    """Return this rank's part of a checkpoint. All ranks that save call this.
+    """Return this rank's part of a checkpoint. Every rank that saves calls this.
 
     Hooks and strategies that shard may write to ``folder``.
 

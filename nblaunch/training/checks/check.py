@@ -65,7 +65,7 @@ class Check(ABC):
         """Look for the error after a loop over a prepared loader in which no optimizer stepped."""
 
     def before_show(self, prepared: Prepared, shown: Any) -> None:
-        """Look for the error before ``shown`` is printed or logged, after an evaluation without a collective."""
+        """Look for the error before ``shown`` is printed or logged, if an evaluation ran without a collective."""
 
     def report(
         self,

@@ -63,7 +63,7 @@ class SameSamples(Check):
 
 
 def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
-    """Add to ``digests`` a digest of the next batch that an iterator of torch's loader reads."""
+    """Add to ``digests`` a digest of the next batch that a torch loader's iterator reads."""
     # Keep a weak reference, because the processes of the loader stop only when the iterator is gone.
     reference = weakref.ref(iterator)
 
@@ -80,7 +80,7 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
 
 
 def _digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, equal in all processes; None if these numbers are equal."""
+    """Return a digest of a few numbers in a batch, the same in all processes; None if the numbers are all equal."""
     tensors: list[torch.Tensor] = []
     _collect_tensors(batch, tensors)
     numbers: list[float] = []

@@ -73,7 +73,7 @@ class UnclearedGradients(Check):
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
-        # The watch does not examine every backward pass of an unprepared optimizer.
+        # For an unprepared optimizer, the watch does not examine every backward pass.
         is_prepared = any(wrapper.optimizer is optimizer for wrapper in prepared.optimizers)
         if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
@@ -150,7 +150,7 @@ class ForeignParameters(Check):
     def _left_out(
         self, prepared: Prepared, optimizer: torch.optim.Optimizer, without: Sequence[torch.nn.Parameter]
     ) -> list[str]:
-        """Return the names of parameters whose gradients are never used, if others are stepped in their place."""
+        """Return the names of parameters with unused gradients, if the optimizer steps others in their place."""
         named = {
             id(parameter): (name, parameter)
             for model in map(bare_module, prepared.models)

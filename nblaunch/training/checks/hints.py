@@ -174,7 +174,7 @@ class UntrainedParameters(Check):
 
 
 class MetricOfOneShare(Check):
-    """The loop shows a metric after an evaluation without a collective, although ranks read different data."""
+    """After an evaluation without a collective, the loop shows a metric, although ranks read different data."""
 
     name = "metric_of_one_share"
     is_hint = True

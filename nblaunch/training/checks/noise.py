@@ -1,4 +1,4 @@
-"""A check for loader processes that draw the same random numbers, so that samples get the same noise.
+"""A check for loader processes that draw the same random numbers and so give samples the same noise.
 
 torch seeds each worker process of a loader differently. A ``worker_init_fn`` that gives all of them the same seed
 undoes that. torch does not seed a generator that the dataset itself holds, so every process gets the same copy.
@@ -63,7 +63,7 @@ class _Table:
     def note_loader(self, iterator: Any) -> None:
         """Record a loop over a loader with worker processes, if the loader shuffles.
 
-        Loaders that do not shuffle are often for evaluation, which may need the same noise in every process.
+        Loaders that do not shuffle are often used for evaluation, which may need the same noise in every process.
         """
         sampler = iterator._index_sampler
         while (
@@ -95,7 +95,7 @@ class _Table:
 
 @functools.cache
 def _table() -> _Table:
-    """Return the table of this process; the first call sets the hooks on torch's loaders."""
+    """Return the table of this process; the first call installs the hooks on torch's loaders."""
     table = _Table()
     begin, loop = dataloader._MultiProcessingDataLoaderIter.__init__, working._worker_loop
 

@@ -69,8 +69,8 @@ class StepsOnSomeRanks(Check):
     """Optimizers step on some ranks only, for example on the main process, and the other ranks' weights never change.
 
     Ranks may count passes differently, for example if one rank runs an additional backward pass, and they may
-    accumulate gradients. The check therefore compares only ranks whose weights changed in most of the first passes with
-    ranks whose weights never changed.
+    accumulate gradients. The check therefore compares only two kinds of ranks: those whose weights changed in most of
+    the first passes, and those whose weights never changed.
     """
 
     name = "steps_on_some_ranks"
@@ -160,7 +160,7 @@ def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
         wrapper = getattr(model, "_orig_mod", model)
         if not isinstance(wrapper, DistributedDataParallel):
             continue
-        # The user may have wrapped it for a group of some ranks.
+        # The user may have wrapped the model for a group with only some of the ranks.
         is_for_all = wrapper.process_group.size() == dist.get_world_size()
         if is_for_all and not getattr(wrapper, "_comm_hooks", ()):
             yield wrapper

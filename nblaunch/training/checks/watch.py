@@ -58,7 +58,7 @@ class Watch:
     """
 
     def __init__(self, process: ProcessContext) -> None:
-        # An Accelerator in the notebook may keep the watch after its inline launch has ended.
+        # An Accelerator in the notebook may keep a reference to the watch after its inline launch has ended.
         self._context = weakref.ref(process)
         self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
@@ -192,7 +192,7 @@ class Watch:
             self._call("before_clip", self._prepared, gradients, True)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of every check. Drop a check that fails, because it must not end training."""
+        """Call a method on every check. Drop a check that fails, because it must not end training."""
         for check in list(self._checks):
             try:
                 getattr(check, method)(*arguments)
@@ -207,7 +207,7 @@ _ended: list[Callable[[], None]] = []
 
 
 def _add_hooks(watch: Watch) -> Callable[[], None]:
-    """Make torch call a watch before optimizer steps and clipping; return a function that stops these calls."""
+    """Make torch call ``watch`` before optimizer steps and clipping; return a function that stops these calls."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)

@@ -250,7 +250,7 @@ class _Tail:
         return containers.rebuilt(gathered, [self.cut(part) for part in parts])
 
     def _check_columns(self, gathered: Any, parts: Sequence[Any]) -> None:
-        """Raise ValueError if each part of a list may be a sample instead of a column.
+        """Raise ValueError if the parts of a list may be samples instead of columns.
 
         Tensors with one row per sample are columns, as in ``[predictions, labels]``.
         """
@@ -288,7 +288,7 @@ class _Tail:
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
 
     def _check_values(self, values: _PerRank) -> None:
-        """Raise ValueError if a value of a rank is an object that may have one item per sample, such as a set."""
+        """Raise ValueError if any rank's value is an object that may have one item per sample, such as a set."""
         per_rank = self.completed // self.num_ranks
         for value in values:
             is_text = isinstance(value, (str, bytes))
@@ -296,7 +296,7 @@ class _Tail:
                 raise self._unclear(f"a {type(value).__name__} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
-        """Return whether ``length`` rows mean one row per sample; raise ValueError if this is unclear."""
+        """Return whether ``length`` rows are one row per sample; raise ValueError if this is unclear."""
         if length == self.completed or not self.completed:
             return True
         if self.is_short or length == self.num_ranks:
@@ -329,7 +329,7 @@ def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     if loader is None or not loader.end_of_dataloader:
         return None
     samples = accumulation.remainder
-    # A shard may complete the last batch.
+    # A shard may have filled the last batch with additional samples.
     if samples < 0 and loader.shard is not None and not _drops_last(loader):
         warn(
             "it is unknown how many samples were added to fill the loader's last batch, so the gathered "

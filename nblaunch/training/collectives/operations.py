@@ -9,9 +9,9 @@ Collectives that only copy values send tensors as bytes, because process groups 
 has no bool), but all support bytes, and the result is exact.
 
 If tensors differ between ranks, gloo ends the process from C++, without an exception. Over gloo, where this is cheap,
-ranks therefore first compare digests of all shapes; on a GPU, every comparison would wait for the device. Only the
-process group decides whether they compare, never a rank's data, because a rank that has no tensor, or has it on another
-device, must take part in the same collectives as the others.
+ranks therefore first compare digests of all shapes; on a GPU, every comparison would wait for the device. Whether they
+compare depends only on the process group, never on a rank's data, because a rank that has no tensor, or has it on
+another device, must take part in the same collectives as the others.
 
 Objects are sent as pickles. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
 ``torchrun``, share no secret, so the network must be trusted, as with torch's own object collectives.
@@ -128,7 +128,7 @@ def gather_object(object: Any) -> Any:
 
 
 def check_that_all_have_objects() -> None:
-    """Raise an error on every rank if only some have objects for metrics; do nothing if ranks do not compare data."""
+    """Raise an error on every rank if only some gather objects for metrics; do nothing if ranks do not compare data."""
     if _compares_first():
         _check_alike("gather", _OBJECTS)
 
@@ -231,8 +231,9 @@ def _wait_until_released(*tensors: torch.Tensor) -> None:
     """Wait until the process group's threads have released temporary tensors.
 
     They do so shortly after the collective has returned. The last thread to release a tensor that Python has seen needs
-    the interpreter's lock, and destroying a group waits for its threads while it holds that lock. A script that ends
-    right after a collective would wait forever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
+    the interpreter's lock, but the call that destroys a group holds that lock while it waits for the group's threads. A
+    script that ends right after a collective would wait forever (in torch 2.13, ``ProcessGroupGloo`` is destroyed while
+    the lock is held).
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return  # groups of devices keep tensors until the device has finished, and are destroyed without the lock
@@ -262,7 +263,7 @@ def _transport_device(device: torch.device) -> torch.device:
 
 
 def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor on all ranks, one rank after the other, as flat bytes."""
+    """Return the bytes of a contiguous tensor on every rank, in rank order, as one flat tensor."""
     sent = _as_bytes(tensor)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():

@@ -91,7 +91,7 @@ def capture_states(backend: Backend) -> dict[str, Any]:
 
 
 def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
-    """Restore the states from :func:`capture_states`. Generators that are missing in ``state`` stay unchanged."""
+    """Restore the states from :func:`capture_states`. Generators that are missing from ``state`` stay unchanged."""
     if "random_state" in state:
         version, words, gauss = state["random_state"]
         random.setstate((version, tuple(words), gauss))

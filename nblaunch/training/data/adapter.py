@@ -174,7 +174,8 @@ class DataLoaderAdapter(Base):
         self._check_stateful("load_state_dict")
         base: Any = self.base_dataloader
         order = state_dict.get(ORDER, {})
-        # A state from the end of an epoch starts a new epoch. torchdata would draw the order twice to notice.
+        # A state from the end of an epoch starts a new epoch. torchdata would have to draw the order twice to notice
+        # this.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
         progress = _Progress.of({} if is_fresh else state_dict)
@@ -338,7 +339,7 @@ def inherited_options(loader: DataLoader) -> dict[str, Any]:
 
 
 def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, Any]:
-    """Return the options that make a loader derived from ``loader`` read the items of ``index_sampler``."""
+    """Return the options with which a loader derived from ``loader`` reads the items of ``index_sampler``."""
     if (
         loader.batch_sampler is None
     ):  # the dataset gets each item of the sampler unchanged: an index or a list

@@ -198,7 +198,7 @@ class DataLoaderDispatcher(PreparedLoader):
         super()._note_position(is_end)
         state = self.epochs.state
         if state is not None and self._loop is not None and not is_end and self._needs_first_round:
-            # A loader that begins at this position still knows the first round; a torchdata loader would not.
+            # A loader that starts at this position rereads the first round; a torchdata loader would not.
             position = vars(self._position_at(self._loop.step + 1))
             self.epochs.state = {**state, ORDER: {**self._order_state(is_end), "position": position}}
 
@@ -211,7 +211,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self._resumed_rows = state.get("first_rows", [])
 
     def _note_first_rows(self, head: Any) -> Any:
-        """Return the epoch's first round, and store its first rows, which states include.
+        """Return the epoch's first round, and store its first rows for saved states.
 
         ``head`` is the first round that this loader has read. If a stream continues from its own state, ``head`` is a
         later round, and the epoch's first rows come from the loaded state.
@@ -284,7 +284,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError if a leaf is not a tensor: every rank would get all of it with its part of the rows."""
+    """Raise TypeError if a leaf is not a tensor: every rank would get the whole leaf with its part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

@@ -293,7 +293,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         backend.begin_step(loop.state.name.lower(), batch)
 
     def _to_device(self, batch: Any) -> Any:
-        # Loaders create batches on the CPU, where moving them would only rebuild the containers.
+        # Loaders create batches on the CPU, so moving them there would only rebuild the containers.
         if self.device is None or self.device.type == "cpu":
             return batch
         return nested.send_to_device(batch, self.device, self._non_blocking)
@@ -316,7 +316,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._resume_order(generators)
 
     def _needs_common_order(self, generators: Sequence[torch.Generator]) -> bool:
-        """Return whether each rank draws the order that all ranks share; seeded samplers need no synchronisation."""
+        """Return whether all ranks share an order that each draws itself; seeded samplers need no synchronisation."""
         samplers = nested_samplers(index_sampler_of(self))
         seeded = {id(sampler.generator) for sampler in samplers if isinstance(sampler, SeedableRandomSampler)}
         is_shared = self.shard is not None and 1 < self.num_processes == get_shared_state().num_data_ranks
@@ -434,7 +434,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def position(self) -> EpochPosition:
-        """How far all ranks have read, with the current batch; between epochs, where the next one starts."""
+        """How far all ranks have read, including the current batch; between epochs, where the next one starts."""
         return self._begins_at if self._loop is None else self._position_at(self._loop.step)
 
     def _position_at(self, step: int) -> EpochPosition:
@@ -507,7 +507,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.epochs.state = {FINISHED: is_end, ORDER: order}
 
     def order_state(self, is_inside: bool, is_end: bool) -> dict[str, Any]:
-        """Return the number of the epoch, and the generator states that decide its order.
+        """Return the epoch's number, and the generator states that determine its order.
 
         Args:
             is_inside: an epoch is being read.

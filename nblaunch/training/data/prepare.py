@@ -46,7 +46,7 @@ class LoaderTarget:
         rng_types: generators to synchronise with rank 0 at the start of every epoch. Generators of a shared order are
             always synchronised.
         slice_fn: returns a rank's part of a dispatched batch; None: divide the rows.
-        is_static: pad the last batch even in a single process: the device compiles for every new shape.
+        is_static: pad the last batch even in a single process, because the device compiles for every new shape.
     """
 
     rank: int = 0
@@ -263,7 +263,7 @@ def _take_own_part(
 
 
 def _reading_all(loader: DataLoader, config: DataLoaderConfiguration) -> dict[str, Any]:
-    """Return the options with which one process reads all data, in an order that ranks can share."""
+    """Return the options that make one process read all data, in an order that ranks can share."""
     if isinstance(loader.dataset, IterableDataset):
         return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     index_sampler = index_sampler_of(loader)

@@ -129,7 +129,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
 
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
-    """Return whether ``loader`` can continue from a position that a different number of ranks saved."""
+    """Return whether ``loader`` can continue from a position that was saved by a different number of ranks."""
     return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 

@@ -1,4 +1,4 @@
-"""The samplers nested in a loader, from the index sampler to the sampler of single indices, and nblaunch's own.
+"""The samplers nested in a loader, from the index sampler to the sampler of single indices, including nblaunch's own.
 
 Ranks share an order because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
 state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler with a
@@ -46,11 +46,11 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the next iteration the order of ``epoch``."""
+        """Make the next iteration use the order of ``epoch``."""
         self.epoch = epoch
 
     def begin_epoch(self) -> None:
-        """Seed the generator for the epoch. The generator draws the order next."""
+        """Seed the generator for the epoch. The generator then draws the epoch's order."""
         self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
 
     def end_epoch(self) -> None:

@@ -142,7 +142,7 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole()
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Yield lists of this rank's batches from a sampler of indices. The batches are those in :meth:`_iter_whole`.
+        """Yield lists of this rank's batches, whose indices come from ``sampler``: the batches of :meth:`_iter_whole`.
 
         If the sampler draws a permutation, the first list holds the batches of all complete rounds.
         """

@@ -1,4 +1,4 @@
-"""The interface of training on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
+"""The interface for training on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
 
 A :class:`TrainingSetup` gives a strategy the ranks, the device, the precision and the accumulation of its Accelerator.
 ``prepare`` calls the strategy's methods in this order:
@@ -170,7 +170,7 @@ class Strategy(ABC):
     """Pattern of the checkpoint files that only rank ``{rank}`` writes and checksums. Empty: rank 0 checksums all."""
 
     unjoined = ""
-    """The condition for the warning that :meth:`join_uneven_inputs` has no effect, such as ``"with DeepSpeed"``.
+    """The condition under which :meth:`join_uneven_inputs` has no effect, in its warning's words: ``"with DeepSpeed"``.
 
     Empty: no warning.
     """

@@ -288,7 +288,7 @@ def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]
 
 
 def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a sharded or full state by the positions of parameters in groups; its keys may be numbers or names."""
+    """Match a sharded or full state to parameters by position, and load it; its keys may be numbers or names."""
     names, held = (
         [parameter for group in groups for parameter in group["params"]]
         for groups in (state["param_groups"], optimizer.param_groups)

@@ -57,8 +57,8 @@ class ReduceAtStepStrategy(Strategy):
         """Broadcast the weights of rank 0 that differ from other ranks' weights.
 
         Ranks compare checksums, so workers that share the kernel's model send nothing. They compare only after the
-        move, because workers that build their models one after the other each wait until the previous worker
-        has moved its model.
+        move: when workers build their models one after another, each worker waits until the previous one has moved its
+        model.
         """
         checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])

@@ -63,7 +63,7 @@ def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
     Args:
         group: process group of all ranks; default: the default process group.
     """
-    # Imported here because most training never needs it.
+    # Imported here because most training runs never need it.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -189,7 +189,7 @@ def _expect_no_group() -> None:
 
 
 def _errors_of_ranks(error: BaseException) -> str:
-    """Describe the failure of each rank, in one line."""
+    """Describe the failures of all ranks in one line."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     lines = [
         (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"

@@ -1,4 +1,4 @@
-"""Trackers for further services: Comet, SwanLab and trackio.
+"""Trackers for other services: Comet, SwanLab and trackio.
 
 Names, arguments and methods follow Hugging Face Accelerate's trackers.
 """

@@ -31,9 +31,9 @@ class GeneralTracker:
     """Base class of trackers.
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
-    returns the library's run object. If you pass an object to ``log_with``, its constructor can instead set these
-    attributes before it calls this constructor. The constructor may run before the process joins its job, so put code
-    that needs the job, for example its rank, into :meth:`start`.
+    returns the library's run object. A tracker that you pass to ``log_with`` as an object can instead set these
+    attributes in its own constructor, before it calls this one. The constructor may run before the process joins its
+    job, so put code that needs the job, for example its rank, into :meth:`start`.
 
     Args:
         _blank: create a tracker that does nothing, for ``get_tracker`` on other ranks.

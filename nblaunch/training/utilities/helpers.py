@@ -141,7 +141,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return lines ``NAME=value``; warn about variables that are left out because a shell would misread them."""
+    """Return ``NAME=value`` lines; warn about variables that are left out because a shell would misread them."""
     lines: list[str] = []
     left_out: list[str] = []
     for name, value in current_env.items():

@@ -16,7 +16,7 @@ from nblaunch import context
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Build modules during the block with parameters that have a shape but no memory, on the ``meta`` device.
+    """Build modules in the block with parameters on the ``meta`` device, which have a shape but no memory.
 
     Fill them with ``load_checkpoint_in_model(model, checkpoint)`` before the model is prepared.
 
@@ -28,11 +28,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules during the block with parameters on ``device``, each moved as soon as it is created.
+    """Build modules in the block with their parameters on ``device``; each is moved as soon as it is created.
 
     Args:
         device: target device.
-        include_buffers: also create buffers, and all other tensors of the block, there.
+        include_buffers: also create buffers, and all other tensors in the block, on this device.
     """
     device = torch.device(device)
     if include_buffers:
@@ -58,7 +58,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         handle.remove()
 
 
-# Messages of allocators that ran out of memory but raise a general error type.
+# Parts of the messages of allocators that raise a general error type when they run out of memory.
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's answer to batches that are too large for its workspace

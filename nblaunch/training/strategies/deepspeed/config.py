@@ -37,7 +37,7 @@ class DummyOptim(OptimizerPlaceholder):
         params: parameters to optimize, or dicts of parameter groups.
         lr: fills in ``optimizer.params.lr`` if that is "auto".
         weight_decay: fills in ``optimizer.params.weight_decay`` in the same way.
-        **kwargs: fill in ``optimizer.params`` by name in the same way, such as ``betas`` and ``eps``.
+        **kwargs: fill in other entries of ``optimizer.params``, such as ``betas`` and ``eps``, by name in the same way.
     """
 
     needs = "Accelerator(deepspeed_plugin=...), whose configuration describes the optimizer"
@@ -96,7 +96,7 @@ class EngineInputs:
 
 
 def complete(configured: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
-    """Return the plugin's configuration with its "auto" values filled in, for an engine of the ``prepared`` objects.
+    """Return the plugin's configuration with its "auto" values filled in, for an engine that trains ``prepared``.
 
     Raises:
         ValueError: the configuration contradicts the objects, or no object determines an "auto" value. The message

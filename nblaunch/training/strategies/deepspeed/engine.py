@@ -1,8 +1,8 @@
 """The parts of a DeepSpeed engine that the user's loop uses: optimizer and scheduler, clipping, and 16-bit weights.
 
 In one call, the engine clips, steps, clears gradients and advances its schedule; ``optimizer.step()`` makes that call.
-The engine holds gradients in shards, so computing their norm is a collective. ``clip_grad_norm_`` only sets the limit,
-which the engine applies when it steps.
+The engine holds gradients in shards, so computing their norm requires a collective. ``clip_grad_norm_`` only sets the
+limit, which the engine applies when it steps.
 """
 
 from __future__ import annotations

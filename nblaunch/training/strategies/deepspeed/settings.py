@@ -43,9 +43,9 @@ _DEFAULTS: dict[str, Any] = {
 class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
-    Needs ``pip install deepspeed``. Pass a DeepSpeed configuration, or set the fields below. If both set the same value
-    differently, the plugin raises an error. ``deepspeed_config`` is the combined configuration. ``prepare`` fills in
-    "auto" values from the objects that it prepares.
+    Needs ``pip install deepspeed``. Pass a DeepSpeed configuration, or set the fields below. If both set the same field
+    to different values, the plugin raises an error. ``deepspeed_config`` is the combined configuration. ``prepare``
+    fills in "auto" values from the objects that it prepares.
 
     With stage 3, the tensors of ``model.state_dict()`` are empty, because the ranks keep the shards elsewhere. Call
     ``accelerator.get_state_dict(model)`` on all ranks to get full weights, or save them with

@@ -64,7 +64,7 @@ class DeviceShardsStrategy(Strategy):
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(weight) for weight in ignored}
         unsharded = {name for name, weight in inner.named_parameters() if id(weight) in names}
-        # Move and shard one module after the other, inner ones first, so that host copies are short-lived.
+        # Move and shard modules one at a time, inner ones first, so that host copies are short-lived.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
             for name, parameter in module.named_parameters(prefix, recurse=False):

@@ -264,7 +264,7 @@ _WITHOUT_SHARDS = {
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raise ValueError for an optimizer whose first step would fail with torch's errors about DTensors."""
+    """Raise ValueError for an optimizer whose first step would fail in torch with an error about DTensors."""
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WITHOUT_SHARDS), None)
     if name is not None:
         raise ValueError(

@@ -317,8 +317,8 @@ def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
     """Make ``module`` recompute its activations in backward, instead of keeping them.
 
     This wraps the module's ``forward`` inside the hooks that gather and free weights, so that the second forward pass
-    uses the weights gathered for backward. Empty caches of a generating model are left out, because the first
-    forward pass would fill them.
+    uses the weights gathered for backward. Empty caches, which models for text generation receive, are left out,
+    because the first forward pass would fill them.
     """
     forward = module.forward
 

@@ -127,7 +127,7 @@ class FullWeights:
     def fill_shards(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Replace the model's meta shards with shards on ``device``, and fill them.
 
-        ``initialise`` initialises the weights of a module that no rank has yet; None: the module initialises itself.
+        ``initialise`` initialises a module's weights if no rank has them yet; None: the module initialises itself.
         """
         made: dict[int, nn.Parameter] = {}
         for name, source in self._parameters.items():
@@ -195,7 +195,7 @@ class FullWeights:
     def _initialise_one(
         self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: StandIns
     ) -> set[str]:
-        """Write the full tensors ``names`` of a module with ``make``; return the names that remain unwritten.
+        """Use ``make`` to write the full tensors ``names`` of a module; return the names that remain unwritten.
 
         The module's other tensors already have values. ``make`` gets copies of these, or blank tensors in place of
         shards, and its writes to them are dropped.
@@ -326,7 +326,7 @@ class StandIns:
                         self._final[id(tensor)] = tensor
 
     def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that ``module`` directly held before the block, with their names."""
+        """Return ``module``'s own tensors, as they were before the block, with their names."""
         return self._own[module]
 
     def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -378,7 +378,7 @@ def unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Return whether any element has the marker of :func:`unwritten`; for one-byte integers, whether all have."""
+    """Return whether any element holds :func:`unwritten`'s marker; for one-byte integers, whether all elements do."""
     if not tensor.numel():
         return False
     num_bytes = tensor.element_size()
