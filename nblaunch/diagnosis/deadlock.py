@@ -1,4 +1,4 @@
-"""Ranks that wait for a thread that their process does not have: certain hangs, reported within seconds.
+"""Finds, within seconds, ranks that wait forever for a thread that their process does not have.
 
 A forked worker has none of the kernel's threads. If its code waits for a task in a pool that a cell started, or for a
 thread that fills a queue, it waits forever. Threads of one worker can also wait for each other. The detector needs no
@@ -41,7 +41,10 @@ _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 
 
 class DeadlockDetector:
-    """Reports ranks that wait forever, each wait once. A check of a running rank reads only one small file."""
+    """Reports ranks that wait forever, and reports each wait only once.
+
+    A check of a running rank reads only one small file.
+    """
 
     def __init__(self) -> None:
         self._next_s = 0.0

@@ -20,7 +20,7 @@ _MAX_PLACES = 3
 _MAX_SIDES = 6
 
 Sides = list[tuple[list[int], list[Call]]]
-"""Ranks that agree, with their calls; ranks at fault come first."""
+"""Groups of ranks whose calls agree, with the call of each rank; the group at fault comes first."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _sides(disagreement: Disagreement) -> Sides:
 
 
 def outside_majority(sides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """Return the ranks that are not on the side of most ranks; None if no side has more than half of them."""
+    """Return the ranks outside the majority; None if no side has more than half of the ranks."""
     largest = max(sides, key=len)
     if 2 * len(largest) <= sum(map(len, sides)):
         return None
@@ -349,12 +349,12 @@ def _form(call: Call) -> str:
 
 
 def places(calls: Iterable[Call]) -> str:
-    """Return the places of calls, without duplicates: ``cell 5, line 9``."""
+    """Return where calls are made, without duplicates: ``cell 5, line 9``."""
     return formatting.first(list(dict.fromkeys(place(call) for call in calls)), _MAX_PLACES, " and ")
 
 
 def place(call: Call) -> str:
-    """Return the place of a call: ``cell 5, line 9``, ``train.py, line 18``."""
+    """Return where a call is made: ``cell 5, line 9``, ``train.py, line 18``."""
     name = _CELL.sub(r"cell \1", cell_name(call.site.filename)).rpartition("/")[2]
     return f"{name}, line {call.site.line}" if name else "an unknown line"
 

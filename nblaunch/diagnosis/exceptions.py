@@ -151,7 +151,7 @@ class _Made(Exception):
 
 
 _ERROR, _VALUES = "<error>", "<values>"
-"""Global names that the raising functions use; no variable of a rank can have such a name."""
+"""Names of globals in the functions that raise errors; no variable of a rank can have such a name."""
 
 
 def is_of_rank(frame: FrameType) -> bool:
@@ -279,7 +279,10 @@ def _shown_notes(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _earlier(info: ExceptionInfo) -> list[str]:
-    """Return a line for each exception before the displayed cause. The first exception often explains the others."""
+    """Return a line for each exception that precedes the displayed cause.
+
+    The first exception often explains the others.
+    """
     lines = []
     later = info.cause
     while later is not None and later.cause is not None:
@@ -362,7 +365,7 @@ def _fitting(
     tb: TracebackType | None,
     notes: Sequence[str],
 ) -> list[str]:
-    """Return IPython's lines and the notes, with as much source and message as fits into :data:`_MAX_LINES`."""
+    """Return IPython's lines and the notes, with as much of the source and message as fits in :data:`_MAX_LINES`."""
     lines: list[str] = []
     for context, max_lines in _FITS:
         error = shown(max_lines)
@@ -379,7 +382,7 @@ def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries outside nblaunch and the libraries that it called; keep user code that nblaunch called."""
+    """Return the entries that belong neither to nblaunch nor to libraries that it calls; always keep user code."""
     kept = []
     is_inside = False
     for entry in _entries(tb):

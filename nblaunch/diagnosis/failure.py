@@ -235,7 +235,7 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
 
 
 def _left(mismatch: Explanation, report: AttemptReport) -> bool:
-    """Return whether the ranks at fault are ranks that have returned."""
+    """Return whether the ranks at fault have returned."""
     return bool(mismatch.ranks) and set(mismatch.ranks) <= report.returned.keys()
 
 

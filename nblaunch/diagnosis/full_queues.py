@@ -28,11 +28,14 @@ _PUTTING = (
     ("process/connection.py", {"_send"}),
     ("processing/connection.py", {"_send"}),
 )
-"""Files of ``multiprocessing`` and ``multiprocess``, and their functions that wait until another process reads."""
+"""Source files of ``multiprocessing`` and ``multiprocess``, and functions that wait until another process reads."""
 
 
 class FullQueueDetector:
-    """Reports ranks that wait for a reader, each wait once. A check of a running rank reads only one small file."""
+    """Reports ranks that wait for a reader, and reports each wait only once.
+
+    A check of a running rank reads only one small file.
+    """
 
     def __init__(self) -> None:
         self._next_s = 0.0

@@ -5,7 +5,7 @@
     describe_hang  positions of all ranks as text, and what they mean together
 
 Nothing here sends signals or blocks. Processor time and output are not progress, because a thread of a hanging rank may
-compute or print. They only decide how certain the report is. A rank without progress is checked three times, to
+compute or print. They only decide how certain the report is. A rank that makes no progress is checked three times, to
 distinguish a stack that never changes from one that does.
 """
 
@@ -82,7 +82,7 @@ class Finding:
 class _Rank:
     progress: Progress
     moved_s: float
-    # Start of the current series of checks: the last progress, or the last judgement.
+    # Start of the current series of checks: the time of the last progress, or of the last verdict.
     checks_from_s: float
     num_messages: int  # at checks_from_s
     num_started: int = 0
@@ -157,7 +157,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return for how many seconds each running rank that is due for a check has made no progress."""
+        """Return the seconds without progress of each running rank that is due for a check."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 

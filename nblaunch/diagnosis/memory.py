@@ -78,10 +78,10 @@ def judge(
     is_killed: bool,
     message: str = "",
 ) -> list[str]:
-    """Return lines of evidence that memory caused a failure; empty if there is none.
+    """Return evidence that a lack of memory caused a failure, as lines of text; empty if there is none.
 
-    The system counts kills in the whole container, where other kernels may run. The count therefore explains only the
-    death of a process, and errors that mention such a death.
+    The system counts kills in the whole container, where other kernels may run. The count is therefore evidence only if
+    a process was killed, or if an error mentions the death of a process.
 
     Args:
         record: memory during the attempt that has just ended.

@@ -76,7 +76,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Lines of evidence from a rank's machine about the rank's failure.
+    """Evidence, from a rank's machine, of why the rank failed, as lines of text.
 
     Args:
         memory: evidence that memory ran out.
@@ -161,7 +161,7 @@ class AttemptReport:
         return not is_stopped and len(self.returned) == len(self.exits)
 
     def is_decided(self, ranks: Collection[int]) -> bool:
-        """Return whether the outcome is decided while processes are running.
+        """Return whether the outcome is already decided although processes are still running.
 
         That is, one of the ``ranks`` has failed, or all have sent their results. An interrupt then only ends the
         processes sooner, and no other attempt follows.

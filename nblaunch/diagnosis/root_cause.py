@@ -98,7 +98,7 @@ def _was_signalled_by_launcher(report: AttemptReport, rank: int) -> bool:
 
 
 def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
-    """Return whether a failure is a collective error, or comes after a signal from the launcher."""
+    """Return whether a failure is an error in a collective or a connection, or follows a signal from the launcher."""
     signalled_s = report.signalled.get(cause.rank)
     was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)

@@ -19,7 +19,7 @@ _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
 _GATHER_WRITES_S = 5.0
-"""Seconds for which observations of a file that several ranks write are held back."""
+"""How many seconds to hold back observations of a file that several ranks write."""
 
 OF_NODE = frozenset({"together"})
 """Values of ``judged_by`` for observations that each node judges itself, because the same path may name different
@@ -85,11 +85,11 @@ class SilentErrors:
             self._forget(key)
 
     def collect(self, alive: Collection[int]) -> None:
-        """Warn about each mistake that is certain by now."""
+        """Warn about each mistake that has become certain."""
         self._warn(is_end=False)
 
     def end(self) -> None:
-        """Warn about each mistake that is certain if no more observations arrive."""
+        """Warn about each mistake that is certain now that no more observations will arrive."""
         self._warn(is_end=True)
         if self._hints:
             self._emit(
@@ -136,7 +136,7 @@ class SilentErrors:
 
 
 def _apart(observation: Observation) -> tuple[Any, ...]:
-    """Return the key of observations that are judged together."""
+    """Return a key that observations share if they are judged together."""
     if observation.judged_by in _COMPARED:
         # The problem and the first value say what is compared, such as the gradients of some parameters.
         return observation.step, observation.problem, next(iter(observation.value or ()), None)
@@ -179,7 +179,7 @@ def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
 def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return all ranks if there are several and the file has contents; an empty file may be a lock.
 
-    Return none if all of them have written the same contents.
+    Return no ranks if all of them have written the same contents.
     """
     if len(contents := {_contents(seen) for seen in by_rank.values()}) == 1 and any(contents):
         return []

@@ -74,7 +74,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A process outside the job on a rank's processor.
+    """A process that runs on a rank's processor but does not belong to the job.
 
     Args:
         pid: process id.
@@ -128,7 +128,7 @@ class Machine:
     Args:
         num_processors: processors that the ranks may use.
         stolen_share: fraction of a virtual machine's processor time that its host withholds.
-        throttled_share: fraction of the time that a limit stops the ranks.
+        throttled_share: fraction of the time during which a limit stops the ranks.
     """
 
     num_processors: int = 1
@@ -159,7 +159,7 @@ class Cause:
 
 
 def step_times(spans: Sequence[Span]) -> StepTimes | None:
-    """Return how a rank spent its steps; None if there are too few steps.
+    """Return how a rank spent the time of its steps; None if there are too few steps.
 
     Args:
         spans: spans of the rank.

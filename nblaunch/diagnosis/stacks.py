@@ -1,4 +1,4 @@
-"""Python stacks of running workers: collects and parses them, and derives the position of a rank in its code.
+"""Collects and parses the Python stacks of running workers, and derives each rank's position in its code.
 
 StackDump: signal -> the worker appends its stack to the rank's file -> position_of(text) -> Position
 """
@@ -46,7 +46,7 @@ _LONG_WORK_FILES = (
     "/safetensors/",
     "/nblaunch/training/checkpoints/",
 )
-"""Source files that compile or handle checkpoints, in which a call may take long without any sign of progress."""
+"""Source files that compile or handle checkpoints, in which calls may take a long time without signs of progress."""
 
 _IMPORT_SYSTEM = "<frozen importlib."
 

@@ -4,8 +4,8 @@
     rank 1   ... 40  returned   left the loop after 22 batches
 
 Each rank gets an activity: the call that it waits in, or its position if it does not wait for other ranks. If most
-ranks share an activity, the others are considered to be at fault. A majority is not proof, so the text says what each
-side does.
+ranks have the same activity, the others are considered to be at fault. A majority is not proof, so the text says what
+each side does.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _activity(standing: Standing, rank: int) -> _Activity:
 
 
 def _is_over(standing: Standing, call: Call) -> bool:
-    """Return whether another rank has made a later call in the group, so that no rank waits in ``call``."""
+    """Return whether another rank has made a later call in the group; if so, no rank is waiting in ``call``."""
     if not call.is_collective:
         return False
     return any(
@@ -153,7 +153,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside the majority; if there is none, ranks whose call is conditional, or busy ranks."""
+    """Return the ranks outside the majority; if there is none, ranks whose call is conditional, else busy ranks."""
     minority = outside_majority([side.ranks for side in sides])
     if minority is not None:
         return minority
@@ -170,7 +170,7 @@ def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
 
 
 def _condition(standing: Standing, side: _Side) -> list[str]:
-    """Return, for each rank of a side, the condition that lets only some ranks reach its call; "" if there is none."""
+    """Return the condition that lets only some ranks reach their call, for each rank on a side; "" if there is none."""
     return [
         _condition_of_rank(standing, rank, activity.call)
         for rank, activity in zip(side.ranks, side.activities, strict=True)
@@ -240,7 +240,7 @@ def _is_outside(side: _Side, loop: Loop) -> bool:
 
 
 def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that the ranks at fault have made a call that a condition keeps the others from making."""
+    """Explain that the ranks at fault have made a call that the others can't reach because of a condition."""
     guilty = [side for side in sides if set(side.ranks) <= set(faulty)]
     if len(guilty) != 1 or guilty[0].kind != "waits" or not guilty[0].calls:
         return None

@@ -4,7 +4,8 @@
 
 Each worker gets its own assignment: event pipe, outbox, log files, environment.
 
-On several machines, :class:`Peers` are the other nodes; ``nodes/link.py`` and ``engines/uplink.py`` implement it.
+If there are several machines, :class:`Peers` represents the other nodes; ``nodes/link.py`` and ``engines/uplink.py``
+implement it.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Peers(Protocol):
         """Whether the workers of this node must end because of other nodes."""
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
-        """Start an agreement with the nodes on the step at which all ranks leave their loops."""
+        """Begin to agree with the nodes on the step at which all ranks leave their loops."""
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Start an agreement on the optimizer step before which an interrupt is raised on all ranks.
+        """Let the ranks begin to agree on an optimizer step; an interrupt is raised on all ranks before that step.
 
         Return None if this is impossible.
         """

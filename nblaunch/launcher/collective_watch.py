@@ -35,10 +35,10 @@ _NUM_CALLS = 16
 """Number of calls per rank that a check compares."""
 
 _NUM_FULL = 10
-"""One check out of this many compares all calls, because ranks may be far apart."""
+"""One in this many checks compares all calls, because ranks may be far apart."""
 
 _MAX_SHARE = 0.01
-"""Largest share of the launcher's time that checks may take."""
+"""Maximum share of the launcher's time that checks may take."""
 
 _STANDS_STILL_S = 3.0
 """If no rank has made a call for this long before an interrupt, a warning says what the ranks were waiting for."""
@@ -113,7 +113,7 @@ class CollectiveWatch:
         clock: seconds on a clock that never jumps.
 
     Attributes:
-        calls: returns, for each rank, its last collectives that have arrived.
+        calls: returns, for each rank, the last of its collectives that have arrived.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class CollectiveWatch:
 
     @staticmethod
     def _key(disagreement: Disagreement) -> object:
-        """Return what two occurrences of one mistake have in common: the differing calls and their lines."""
+        """Return a key that two occurrences of one mistake share: the calls that differ, and their lines."""
         calls = disagreement.calls.values()
         return disagreement.group, disagreement.of_rates, frozenset((call.site, call.size) for call in calls)
 

@@ -6,7 +6,7 @@ iterators           A generator, or an iterator of a data loader, gives every ra
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
                     ``worker/inheritance/unfinished_files.py``. Its classes are written in C, so a worker can't replace
                     their write methods with ones that raise an error.
-writable maps       A ``numpy.memmap`` reaches a fresh process as an array, whose changes never reach the file.
+writable maps       A ``numpy.memmap`` becomes an array in a fresh process, and changes to it do not reach the file.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class DebugClient:
     def send_line(self, rank: int, text: str) -> None:
         """Send a line to a rank's pdb. If the rank continues, ranks at the same breakpoint also continue.
 
-        Do nothing if the rank no longer waits, because it ended, or because a line from another thread continued it.
+        Do nothing if the rank is no longer waiting, because it has ended or a line from another thread has resumed it.
         """
         prompt = self.prompts.pop(rank, None)
         if prompt is None:

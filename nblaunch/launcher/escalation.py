@@ -1,9 +1,9 @@
 """Stops a job with one signal after another, or first asks it to stop at an agreed step.
 
-Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, time for ``finally`` blocks, SIGTERM, SIGKILL.
-After a failure or a hang, SIGINT is delayed so that other ranks can report their own failures, and ranks that
-are blocked in C code, for example in a collective, get less than a second. This class only computes times; it
-sends nothing.
+An interrupt, the failure of a rank, or a hang (:class:`Escalation`) leads to SIGINT, time for ``finally`` blocks,
+SIGTERM and SIGKILL. After a failure or a hang, SIGINT is delayed so that other ranks can report their own failures, and
+ranks that are blocked in C code, for example in a collective, get less than a second. This class only computes times;
+it sends nothing.
 
 SIGTERM to the launcher (:class:`Termination`): a batch system will soon reclaim the machine, so let training end in an
 orderly way:
@@ -12,9 +12,9 @@ orderly way:
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
             ──> when the grace period is over, or soon if no rank handles SIGTERM: an interrupt, which escalates
 
-No value and no weights may be lost at a first interrupt (:class:`SendingRanks`). A rank is therefore not signalled
-between the end of its function and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such
-as ``state_dict`` or ``__getstate__``:
+A first interrupt must not lose any value or weights (:class:`SendingRanks`). A rank is therefore not signalled between
+the end of its function and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such as
+``state_dict`` or ``__getstate__``:
 
     every rank has returned     the launcher waits without a limit; a second interrupt ends the wait
     some ranks have not         a sending rank may wait for them in a collective, so it must keep writing
@@ -81,7 +81,7 @@ class Escalation:
 
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
-        """Return the escalation after a rank failed.
+        """Return the escalation that follows the failure of a rank.
 
         No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. SIGINT is sent
         next. Ranks that notice it get the full grace period; ranks blocked in C code get at most
@@ -112,7 +112,7 @@ class Escalation:
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
     def postpone(self, now_s: float, ranks: Iterable[int]) -> None:
-        """Begin the steps of ``ranks`` again, counted from now."""
+        """Delay the remaining steps of ``ranks``: count their times from now."""
         self._postponed_s.update(dict.fromkeys(ranks, now_s))
 
     def due(
@@ -147,7 +147,7 @@ def _from_interrupt(first_s: float, grace_s: float) -> Steps:
 
 
 LISTEN_S = 2.0
-"""How long ranks may take until their first check of ``should_stop``: a few steps of most loops."""
+"""How long ranks may take to reach their first check of ``should_stop``: a few steps of most loops."""
 
 
 class Termination:
@@ -202,7 +202,7 @@ class Termination:
         for rank, pid in pids.items():
             if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
                 self._handling.add(rank)
-                # Do not signal its group, because the processes of its data loaders have no handler.
+                # Do not signal its group, because its data loader processes have no handler.
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
@@ -224,7 +224,7 @@ class SendingRanks:
             if assignment.outbox_fd >= 0  # otherwise the rank has nothing to send
         }
         self._sizes: dict[int, tuple[int, float]] = {}
-        """Rank -> bytes in its outbox, and the time at which they reached this number."""
+        """Rank -> size of its outbox in bytes, and the time at which the outbox reached this size."""
         self._since_s: float | None = None
         self._is_noted = False
 
@@ -241,7 +241,7 @@ class SendingRanks:
         return sending
 
     def describe_wait(self, sending: Collection[int], grace_s: float) -> str:
-        """Return a note about what an interrupted job waits for, once, after ``grace_s``; otherwise no text."""
+        """Return a note about what an interrupted job is waiting for: once, after ``grace_s``; otherwise no text."""
         if self._is_noted or self._since_s is None or time.monotonic() - self._since_s < grace_s:
             return ""
         self._is_noted = True

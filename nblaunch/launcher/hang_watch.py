@@ -205,7 +205,7 @@ class HangWatch:
         self._ask(pids, partial(self._answer, query=query))
 
     def poll(self, done: Collection[int]) -> Hung | None:
-        """Handle complete stacks; return the last hang that they show with certainty.
+        """Handle complete stacks; return the last hang that they prove.
 
         Args:
             done: ranks that have finished.

@@ -189,7 +189,7 @@ class Job(Generic[T]):
         return self._outcome.error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end of the job.
+        """Wait for the job to end.
 
         Raises:
             TimeoutError: the job is still running after ``timeout`` seconds. It continues.
@@ -203,7 +203,7 @@ class Job(Generic[T]):
 
     @property
     def is_running(self) -> bool:
-        """Whether the job has not ended."""
+        """Whether the job is still running."""
         return not self._ended.is_set()
 
     @property
@@ -282,8 +282,8 @@ class Job(Generic[T]):
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the trained weights that were not loaded into modules of this process.
 
-        A job that was launched with ``detach=True`` has all of its weights here. Any other job has only weights that
-        did not fit the kernel's modules, usually none.
+        A job that was launched with ``detach=True`` has all of its weights here. Any other job holds only the weights
+        that did not fit the kernel's modules; usually there are none.
 
         Returns:
             position in ``args`` -> state dict. The position of a module inside an argument is a path:

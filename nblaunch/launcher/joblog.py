@@ -50,7 +50,7 @@ _in_use: set[Path] = set()
 
 @dataclass(frozen=True)
 class _Stamp:
-    """Marks a folder as a job's.
+    """Marks a folder as a job folder.
 
     Args:
         job: name of the folder.
@@ -223,7 +223,8 @@ def log_root(folder: str | None = None) -> Path:
     """Return the folder that contains jobs' folders; create it if it does not exist.
 
     Args:
-        folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a per-user folder in the temporary folder.
+        folder: the folder; None for ``NBLAUNCH_LOG_DIR`` or, if that is not set, a per-user folder in the temporary
+            folder.
 
     Raises:
         LaunchError: the folder can't be created, or belongs to another user.
@@ -255,7 +256,7 @@ def _log_error(what: str, path: Path, error: OSError) -> LaunchError:
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
-    """Return creation time, folder and watching process; None if this is not a job's folder or was moved."""
+    """Return a job's creation time, folder and watching process; None if this is not a job's folder or was moved."""
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()
@@ -277,7 +278,7 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
         (made_ns, folder, process, state)
         for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
         if (state := process.state(made_ns / 1e9)) in _VISIBLE
-        # A copy of this machine may have started the job before this machine was started.
+        # A clone of this machine may have started the job before this machine booted.
         and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
     ]
     for _, folder, process, state in visible_jobs[: max(0, len(visible_jobs) - (max_jobs - 1))]:

@@ -72,7 +72,7 @@ class DeviceSampler:
 
 @dataclass
 class _Sample:
-    """Memory of a rank when its proportional memory was last read.
+    """The memory of a rank at the time when its proportional memory was last read.
 
     The proportional memory is None if the system does not report it.
     """

@@ -115,7 +115,7 @@ class JobOutcome:
         return replace(self, _traceback=from_first_user_frame(self.error.__traceback__))
 
     def released(self) -> JobOutcome:
-        """Return a copy without values, weights and variables."""
+        """Return a copy without values, weights or variables."""
         if self.error is not None:
             self.error.__traceback__ = None
         if isinstance(self.error, (ResultError, JobCancelled, KeyboardInterrupt)):
@@ -223,7 +223,7 @@ class EndedAttempt:
         return unfit, notes + self._load_optimizers()
 
     def _load_weights(self, what: str = "trained weights") -> tuple[StateDicts, list[Note]]:
-        """Load the workers' weights, called ``what`` in notes; return weights that did not fit, and notes."""
+        """Load the workers' weights, which notes call ``what``; return the weights that did not fit, and the notes."""
         modules, first_rank = self.attempt.plan.modules, self.attempt.ranks[0]
         if first_rank not in self.results:
             return {}, []
@@ -297,7 +297,7 @@ class EndedAttempt:
         return notes
 
     def _unsent(self) -> dict[ArgPath, str]:
-        """Return, by argument path, why ranks whose function returned did not send announced states."""
+        """Return why ranks whose function has returned did not send states that they announced, by argument path."""
         reasons: dict[ArgPath, str] = {}
         for rank, announced in sorted(self.report.announced.items()):
             sent = self.report.sent_states.get(rank, {})

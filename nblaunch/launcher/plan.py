@@ -160,7 +160,7 @@ def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
 
 
 def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
-    """Return the optimizers and schedulers whose states come back.
+    """Return the optimizers and schedulers whose states the workers send back.
 
     Raises:
         ValueError: ``sync_optimizers=True`` but there is no optimizer.
@@ -177,7 +177,7 @@ def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
 
 
 def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
-    """Decide again how workers start, for a restart: a fork may no longer be safe.
+    """Decide again how workers start, before a restart: a fork may no longer be safe.
 
     Raises:
         LaunchError: the requested start method can't be used now.
@@ -264,7 +264,7 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
 
 
 class _Start(NamedTuple):
-    """The choice of a start method: the method, the reason for it, and the plan's sentence if it is unusual."""
+    """The choice of a start method: the method, the reason for it, and the plan's sentence about an unusual choice."""
 
     method: str
     reason: str

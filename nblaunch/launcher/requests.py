@@ -88,10 +88,10 @@ class Query(Future[str]):
 class JobRequests:
     """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
-    Every query gets a reply from the supervisor, or the reason why there is none.
+    Every query gets either a reply from the supervisor or the reason why there is none.
 
     Attributes:
-        endings: number of requests to end the job in any way.
+        endings: number of requests, of any kind, to end the job.
 
     Raises:
         LaunchError: a pipe could not be created.
@@ -170,7 +170,8 @@ class JobRequests:
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        # Check this after the append: when answering ends, only the queries appended until then are rejected.
+        # Check this after the append: once queries are no longer answered, only those appended before that point are
+        # rejected.
         if not self._is_answering:
             self._reject_queries()
         self._wake()

@@ -131,7 +131,7 @@ class JobRunner(Job):
             raise self.outcome.late_interrupt("last_job().result()")
 
     def run_in_background(self) -> None:
-        """Start the workers and continue in a thread; return when they are running, or could not be started.
+        """Start the workers and continue in a thread; return once they are running or have failed to start.
 
         An interrupt during the start ends the job; this method then returns once the job has ended.
 
@@ -198,7 +198,7 @@ class JobRunner(Job):
             self._end(JobOutcome.of_error(error))
 
     def _start_job(self) -> None:
-        """Announce the job, prepare later starts, and start the first workers.
+        """Announce the job, prepare for later starts, and start the first workers.
 
         Nothing starts here if the function runs in this process; :meth:`_finish` calls it.
         """
@@ -346,7 +346,7 @@ class JobRunner(Job):
         self._start_attempt()
 
     def _make_attempt(self) -> Attempt:
-        """Return the current attempt as planned. Only a running attempt has the port of its store."""
+        """Return the current attempt without the port of its store, which only a running attempt has."""
         number = self.attempt
         return Attempt(self.spec, self.plan, number, number, self.topology, self.log, self._saved)
 
@@ -450,7 +450,7 @@ class _KeptWorkers(KeptFailure):
         self._timer.start()
 
     def _release(self) -> None:
-        """End the workers as after any failure: failed ones run their exit handlers, others are stopped."""
+        """End the workers as after a failure: let failed ones run their exit handlers, and stop the others."""
         self._timer.cancel()
         # The supervisor holds the function and its arguments, so drop the reference.
         supervisor, self._supervisor = self._supervisor, None

@@ -45,7 +45,7 @@ _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; less busy threads are not counted
 _MIN_USE = 0.05  # fraction of a processor; a neighbour that uses less does not count
 _SUSPICIOUS_WAIT = 0.2
-"""If a rank spends more than this fraction of its time waiting for a processor, its neighbours are read."""
+"""If a rank waits for a processor for more than this fraction of its time, its neighbours are looked up."""
 
 
 class SlowWatch:
@@ -79,7 +79,7 @@ class SlowWatch:
             self._device_uses[event.rank] = event.share
 
     def take(self, spans: Mapping[int, bytes]) -> None:
-        """Add new spans of ranks, and judge them if a check is due."""
+        """Add new spans from the ranks, and evaluate all spans if a check is due."""
         if not self._is_on:
             return
         for rank, data in spans.items():

@@ -1,10 +1,10 @@
-"""Records how ranks spend their time, in a file of the attempt from which timelines are made.
+"""Records in a file of the attempt how ranks spend their time; timelines are made from this file.
 
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)
 
-A full file replaces ``spans.before``, so the newest spans are kept. The job does not need the file: if it can't be
-written, the job continues without a timeline.
+When the file is full, it replaces ``spans.before``, so the newest spans are kept. The job does not need the file: if it
+can't be written, the job continues without a timeline.
 """
 
 from __future__ import annotations

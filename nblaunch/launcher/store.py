@@ -28,7 +28,7 @@ _STORE_DESCRIPTORS = 16  # for its event loop and its connection to itself, with
 
 
 _running: set[int] = set()
-"""Ports of the stores that run in this process, each with a C++ thread that is not safe to fork."""
+"""Ports of the stores that run in this process. Each store has a C++ thread that makes forking unsafe."""
 
 
 def is_any_store_running() -> bool:

@@ -56,10 +56,10 @@ _BUSY_TICK_S = 0.01
 """Seconds between checks while ranks answer through memory or files, which do not wake the loop."""
 
 _POLL_S = 0.02
-"""Seconds between polls if the system can't wake the loop at the end of a process."""
+"""Seconds between polls if the system can't wake the loop when a process ends."""
 
 _LINGER_S = 60.0
-"""How long workers whose function has returned may take to end, for example to upload or write files."""
+"""How long workers may keep running after their function has returned, for example to upload or write files."""
 
 _LATE_FAILURES_S = 0.3
 """Seconds from the first failure to the end of its job, if the workers are kept."""
@@ -402,7 +402,7 @@ class Supervisor:
             self._begin_escalation()
 
     def _begin_escalation(self) -> None:
-        """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are already being
+        """Stop all ranks after a failure or a hang, or if they take too long to end, unless they are already being
         stopped.
         """
         if self._escalation is None:
@@ -467,7 +467,7 @@ class Supervisor:
         """Continue to collect stacks; if they show a hang and the user has set ``on_hang="stop"``, end the workers."""
         hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            # If every function has returned, there is a result, and only states have not arrived yet.
+            # If every function has returned, there is a result, and only the states have yet to arrive.
             if running := sorted(self._alive - self._report.returned.keys()):
                 self._report.hang = hang.reported(running)
             self._begin_escalation()

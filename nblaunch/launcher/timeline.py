@@ -168,7 +168,7 @@ def _metadata(name: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of all traces in a folder, each trace as separate processes.
+    """Yield the events of all traces in a folder. In the timeline, each trace has processes of its own.
 
     Args:
         folder: folder with one file per rank, whose name ends in the rank and ``.json``.

@@ -28,8 +28,7 @@ from nblaunch.worker.inheritance.queues import queues_of_this_process
 
 _POLL_MS = 20
 _SETTLED_S = 0.2
-"""How long the pipes must stay empty before the ranks may end, which loses tensors that no process has
-read."""
+"""How long the pipes must stay empty before the ranks may end; tensors that no process has read by then are lost."""
 _LOCK_S = 2.0
 """How long to wait for a queue's write lock. A rank that was killed while writing holds the lock forever."""
 _REFILL_S = 10.0

@@ -184,7 +184,7 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
 
 
 def listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
-    """Return the names of modules in one line, with their classes."""
+    """Return the names and classes of modules as one line of text."""
     return formatting.first([_name(modules[path], path) for path in paths], _MAX_NAMED)
 
 
@@ -199,7 +199,7 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:
-    """Describe the notebook's modules that a function uses without an argument.
+    """Describe the notebook's modules that a function uses but does not receive as arguments.
 
     Workers train such a module like any other, but its weights are not collected and are lost when the workers end.
 
@@ -223,7 +223,7 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the trainable modules that ``function`` refers to, each once, under its name there."""
+    """Return the trainable modules that ``function`` refers to, each once, under the name that it uses."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}

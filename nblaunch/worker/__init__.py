@@ -1,4 +1,4 @@
-"""The worker process: its work before, around and after the user's function.
+"""The worker process: what it does before, during and after the user's function.
 
 bootstrap.py         the life of a worker: set-up, the function, results, end
 process_control.py   POSIX session, death of the parent, signals and interrupts, stacks on request

@@ -220,7 +220,7 @@ class _Worker:
         return 1
 
     def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
-        """Keep the worker at ``error`` until the kernel lets it end, or interrupts it."""
+        """Hold the worker at ``error`` until the kernel releases or interrupts it."""
         try:
             with self.interrupts:
                 debugger.wait_at(error)
@@ -353,7 +353,7 @@ class _Worker:
         self.sender.send(Note.of_job(text, "warning"))
 
     def _report_unread(self, pipes: tuple[int, ...], has_tensors: bool) -> None:
-        """Report that this rank waits until others have read the values that it put into queues."""
+        """Report that this rank is waiting for others to read the values that it put into queues."""
         self.sender.send(PutUnread(self.assignment.rank, pipes=pipes, has_tensors=has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:

@@ -5,8 +5,8 @@
     DistributedDataParallel             the constructor, which compares ranks, and forward passes
     torch.autograd.backward, steps      start collectives from C++
 
-Nothing is recorded, and the other hooks are not installed, before the first process group with several ranks. Compiled
-code has no hooks.
+Until the first process group with several ranks is created, nothing is recorded and the other hooks are not installed.
+Compiled code has no hooks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
 
 _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Records a call of a method, given the process group, the positional arguments and the keyword arguments."""
+"""Records a method call, given the process group, the positional arguments and the keyword arguments."""
 
 
 _PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
@@ -40,7 +40,7 @@ _Owner = tuple[Callable[[], Any], OpenGroup | None, str]
 the optimizer's share of a model."""
 
 _REJECTED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
-"""Errors that invalid arguments raise here, before torch rejects them."""
+"""Errors raised here for invalid arguments, before torch rejects them."""
 
 
 def record_collectives(slot: Slot) -> Callable[[], int]:
@@ -100,7 +100,7 @@ def _no_owner() -> None:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether an error ended a collective that had begun, rather than rejecting its arguments."""
+    """Return whether an error comes from a collective that had begun, rather than from a check of its arguments."""
     return type(error).__name__.startswith("Dist")
 
 
@@ -162,8 +162,8 @@ class _Hooks:
         c10d.Work.wait = wait_and_record
 
     def _methods(self) -> dict[str, _Describe]:
-        """Return a description function for each method of ``ProcessGroup``, under the names in all releases of
-        torch.
+        """Return a description function for each method of ``ProcessGroup``, under all names that torch releases give
+        it.
         """
         return {
             "allreduce": self._all_reduce,
@@ -214,7 +214,7 @@ class _Hooks:
     def _sized(
         self, kind: str, compared: int, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Record a collective. ``compared`` is the index of the argument with tensors of the same size on all ranks."""
+        """Record a collective. The tensors at index ``compared`` of its arguments have the same size on all ranks."""
         form, number, size = self._forms(args[shown])
         if compared != shown:
             size = self._forms(args[compared])[2]
@@ -337,7 +337,7 @@ class _Hooks:
         torch = sys.modules["torch"]
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         recorder = self._recorder
-        # Torch's function for all modules calls either the wrapper's forward or one of the user's.
+        # Torch calls every module through one function, which calls either the wrapper's forward or one of the user's.
         find, write = recorder.notes_of(FORWARD, 1, compared=0)
 
         @packages.replacement_of(construct)
@@ -442,7 +442,8 @@ class _Hooks:
         return owner
 
     def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
-        """Return the group that keeps an optimizer's parameters in sync (None if unknown), and their share of a model.
+        """Return the group that syncs an optimizer's parameters (None if unknown), and text that identifies the
+        parameters.
 
         Ranks may update different parameters, each with its own learning rate.
         """

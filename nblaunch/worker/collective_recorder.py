@@ -22,7 +22,7 @@ _MAX_KNOWN = 1024
 _OWN_FILES = {__file__, __file__.replace("collective_recorder", "collective_hooks")}
 
 _NUM_OWN_FRAMES = 4
-"""Frames of a collective's hook: the finder, a method of the recorder, two functions of the hook."""
+"""Number of frames that a collective's hook adds: the finder, a method of the recorder, two functions of the hook."""
 
 Form = tuple[int, str, int, tuple[int, int, int, int]]
 """Elements, type, number of dimensions, and the first four dimensions of a tensor."""
@@ -153,7 +153,7 @@ class CollectiveRecorder:
     def notes_of(
         self, kind: str, num_frames: int, compared: int
     ) -> tuple[Callable[[Key], WrittenSite], Callable[[WrittenSite, float], None]]:
-        """Return functions that record calls of a kind without tensors, which happen at every step.
+        """Return functions that record calls of one kind, which have no tensors and happen at every step.
 
         The first takes the group's handle (-1 = no group) and a detail, and returns the site of a call. The second
         records the call, with its value.

@@ -55,7 +55,7 @@ _CONNECTION_WORDS = (
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""Maximum time that a process needs to end after its files are closed."""
+"""Maximum time that a process may take to end after its files are closed."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
@@ -72,7 +72,7 @@ def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] 
 
 
 def _death_in_loader(error: BaseException) -> BaseException | None:
-    """Return torch's exception for the death of a loader's process if ``error`` came from reading from that process.
+    """Return torch's exception for the death of a loader process if ``error`` came from reading from such a process.
 
     torch raises it in a SIGCHLD handler, which may run before or after the connection ends.
     """

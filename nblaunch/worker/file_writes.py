@@ -1,13 +1,13 @@
 """Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
-Each save to a path (``span_hooks.py``), and each ``open`` that empties a file, is an
-:class:`~nblaunch.events.Observation`. Ranks race if they write to the same file at the same point in the
-program, with no collective and no optimizer step between the writes. Files that a library writes for itself,
-such as a cache, are left out: a write counts only if every library between the user's line and the call
-writes what the user passes to it. Writes by a process that holds a lock are left out as well.
+Each save to a path (``span_hooks.py``), and each ``open`` that truncates a file, is an
+:class:`~nblaunch.events.Observation`. Ranks race if they write to the same file at the same point in the program, with
+no collective and no optimizer step between the writes. Files that a library writes for its own use, such as a cache,
+are left out: a write counts only if every library between the user's line and the call is one that writes what the user
+passes to it. Writes by a process that holds a lock are left out as well.
 
-When a file that ``open`` has emptied is closed, a checksum of its contents is reported. If all ranks write
-the same data, the contents of the file do not depend on timing.
+When a file that ``open`` has truncated is closed, a checksum of its contents is reported. If all ranks write the same
+data, the contents of the file do not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.wire.board import Slot
 CHECK = "same_file"
 
 _MAX_NOTED = 256
-"""Maximum number of files that a rank reports; a function that writes thousands of files stays fast."""
+"""Maximum number of files that a rank reports, so that a function that writes thousands of files stays fast."""
 
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
@@ -87,7 +87,7 @@ class FileWrites:
         self._pid = os.getpid()
 
     def watch_open(self) -> None:
-        """Report the files that ``open`` empties, until this process ends."""
+        """Report, until this process ends, each file that ``open`` truncates."""
         opener = packages.replacement_of(_io.open)(_Opener(self))
         opener.__module__ = "io"  # needed for pickling; in Python 3.13, the original has _io
         for module, name in _OPENS:
@@ -100,7 +100,7 @@ class FileWrites:
             self._emit(observation)
 
     def note_opened(self, file: Any, frame: FrameType, opened: Any, newline: str | None) -> Any:
-        """Report a file that ``open`` has emptied; report its contents when it is closed.
+        """Report a file that ``open`` has truncated; report its contents when it is closed.
 
         Args:
             file: the path.
@@ -157,7 +157,7 @@ def _replace(module: Any, *, name: str, opener: _Opener) -> None:
 
 
 class _Opener:
-    """Behaves like ``open``, and reports the files that it empties.
+    """Behaves like ``open``, and reports the files that it truncates.
 
     It is not a function, because a function that a class has as an attribute would become a method.
     """
@@ -177,7 +177,7 @@ class _Opener:
 
 
 class _FollowedWriter(_io.BufferedWriter):
-    """A file that reports the checksum of its contents when it is closed, or "" if they can't be compared."""
+    """A file that, when it is closed, reports a checksum of its contents, or "" if the contents can't be compared."""
 
     def __init__(self, raw: Any, size: int, report: Callable[[str], None]) -> None:
         super().__init__(raw, size)

@@ -107,7 +107,7 @@ def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
 
 
 def _text_of(name: str, value: Any) -> str:
-    """Return the text of a variable without running code of the user's classes, which may wait for another rank."""
+    """Return a variable's text without running code of the user's classes, which might wait for another rank."""
     kind = type(value)
     if _is_literal(value) and len(text := repr(value)) <= _MAX_CHARACTERS:
         return f"<{kind.__name__}, not shown because it may be secret>" if _is_secret(name, value) else text

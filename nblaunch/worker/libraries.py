@@ -176,7 +176,7 @@ def _watch_trainers(module: Any, worker: str) -> None:
 
 def _watch_event_files(module: Any, worker: str) -> None:
     def renew(file: Any) -> None:
-        """Begin a new file next to the kernel's, with the same settings and a thread in this process."""
+        """Begin a new file next to the kernel's, with the same settings; a thread of this process writes it."""
         writer = vars(file)["_async_writer"]
         if writer._closed:
             return

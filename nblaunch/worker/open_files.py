@@ -16,7 +16,7 @@ from typing import Any
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _WITH_AN_END = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
-"""Modules and classes of files that can't be read until they are closed, because closing writes their end."""
+"""Modules and classes of files that can't be read until they are closed, when the end of the file is written."""
 
 _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 

@@ -131,10 +131,9 @@ def capture(log_path: str) -> None:
 def renew_buffers() -> None:
     """Give the streams of :func:`capture` empty buffers, in a process that was forked from the worker.
 
-    The fork copies a buffer with data that the worker will write itself. It also copies the buffer's lock, which
-    stays locked forever if a thread of the worker was writing (source:
-    https://github.com/python/cpython/issues/50970). Streams and buffers are reset in place, because log
-    handlers hold references to the streams.
+    The fork copies a buffer whose data the worker will write itself. It also copies the buffer's lock, which stays
+    locked forever if a thread of the worker was writing (source: https://github.com/python/cpython/issues/50970).
+    Streams and buffers are reset in place, because log handlers hold references to the streams.
     """
     for stream, buffer, raw in _outputs:
         buffer.__init__(raw)  # type: ignore[misc]

@@ -33,18 +33,19 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 _BEGIN_S = 0.05
-"""How long an interrupt outside the function is held: until the function has begun or its block is over."""
+"""How long an interrupt that arrives outside the function is held before it is sent again."""
 
 
 class FunctionBounds:
     """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
-    An exception raised after the function has returned would lose the function's value. An interrupt outside the
-    function is therefore held and sent again a moment later, when the function has begun or its block is over.
+    An exception raised after the function has returned would lose the function's value. An interrupt that arrives
+    outside the function is therefore held and sent again a moment later, once the function has begun or its block is
+    over.
 
     Args:
         caller: code that calls the function.
-        owner: code of the block that raises interrupts and calls ``caller``.
+        owner: code that contains the block in which interrupts are raised, and that calls ``caller``.
     """
 
     def __init__(self, caller: CodeType, owner: CodeType) -> None:
@@ -84,16 +85,16 @@ class FunctionBounds:
 class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt``, but only inside ``with interrupts:``, around the user's code.
 
-    An interrupt before the block is raised when the block begins. An interrupt after the block is only counted and
-    never interrupts the worker's own code. An interrupt during an optimizer step is raised when the step ends
-    (``optimizer_steps.py``). The object must be created in the main thread, and handles SIGINT from then on.
+    An interrupt that arrives before the block is raised when the block begins. An interrupt after the block is only
+    counted and never interrupts the worker's own code. An interrupt during an optimizer step is raised when the step
+    ends (``optimizer_steps.py``). The object must be created in the main thread, and handles SIGINT from then on.
 
     This class does not use ``contextmanager``, which sets an attribute on exceptions that pass through it; a
     user's exception may not allow that.
 
     Args:
         slot: slot of the worker.
-        bounds: bounds of the user's function, whose value an interrupt must not lose.
+        bounds: where the user's function begins and ends, because an interrupt must not lose its return value.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
@@ -104,8 +105,8 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # The launcher reads this count: a worker that has noticed the interrupt gets its grace period, but a worker
-        # that is stuck in C code may not.
+        # The launcher reads this count: a worker that has noticed the interrupt gets its full grace period, but a
+        # worker that is stuck in C code may get less.
         self._slot.note_interrupt()
         if not self._are_raised:
             self._is_pending = True
@@ -201,7 +202,7 @@ def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process if the other end of a pipe closes during the block, because the block's imports take seconds.
+    """End this process if the other end of a pipe closes during the block, whose imports take seconds.
 
     The watching thread ends with the block, before ranks are forked.
     """
@@ -262,9 +263,10 @@ def watch_faults(stacks_path: str) -> None:
     Python handles the first signal between two of its instructions. If no reply comes, the launcher sends a
     second signal, which faulthandler handles. faulthandler works even while the interpreter is blocked in C
     code, which is when a stack is most useful. But it takes no lock and may crash the process if frames
-    change in the meantime (Python 3.11 keeps a frame in its list while it frees the frame's code). For that
-    reason, Python is asked first, and only the stack of the thread that the signal interrupts is read. The
-    system chooses the main thread, which runs the function (kernel/signal.c, ``complete_signal``).
+    change in the meantime (Python 3.11 keeps a frame in its list while it frees the frame's code). For that reason, the
+    launcher uses faulthandler only if Python does not reply, and faulthandler reads only the stack of the thread that
+    the signal interrupts. The system chooses the main thread, which runs the function (kernel/signal.c,
+    ``complete_signal``).
     """
     # The descriptor must stay open, because faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -285,7 +287,7 @@ def _answer_with_stack(fd: int) -> None:
 def watch_faults_of_subprocess() -> None:
     """Let a process that was forked from the worker write its stacks to the log.
 
-    Only the rank itself writes to its file for stacks.
+    Only the rank itself writes to its stack file.
     """
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)
@@ -305,7 +307,7 @@ def _remember_forking_thread() -> None:
 
 
 def _end_with_worker(pid: int) -> None:
-    """Have the worker's children, such as loaders' processes, die with it, but not grandchildren, which may be
+    """Make the worker's children, such as data loader processes, die with it, but not its grandchildren, which may be
     daemons.
 
     The signal comes when the forking *thread* ends, so only children of the main thread are covered.

@@ -3,8 +3,8 @@
     function that saves ──> begin(file, frame)   detects ranks that write one file (file_writes.py)
                         ──> a span on the board  duration and size
 
-The functions are ``torch.save``, safetensors' ``save_file`` and torch's distributed checkpoints. Waits for data,
-backward passes, optimizer steps and evaluations are recorded where they are reported to the board;
+The functions are ``torch.save``, safetensors' ``save_file`` and torch's distributed checkpoints. Backward passes,
+optimizer steps, evaluations and waits for data are recorded where they are reported to the board;
 ``collective_hooks.py`` records waits for collectives.
 """
 
@@ -24,7 +24,7 @@ from nblaunch.wire.board import Slot
 from nblaunch.wire.spans import SpanKind, SpanWriter
 
 Begin = Callable[[Any, FrameType], None]
-"""Called with the file, or None if the call names none, and the frame that saves."""
+"""Called with the file (None if the call names none) and the frame of the code that saves it."""
 
 _SHORTEST_S = 1e-3  # shortest garbage collection that is recorded; most take microseconds
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from nblaunch.user_code import is_user_file
 
 _MAX_WAYS = 8
-"""Number of call paths to a hook that are kept; each keeps code objects alive."""
+"""Maximum number of call paths to a hook that are kept, because each keeps code objects alive."""
 
 _INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
 """Functions whose names do not identify the call."""
@@ -69,7 +69,10 @@ class _Way(NamedTuple):
     compared: tuple[tuple[int, CodeType], ...]
 
     def is_same(self, other: _Way) -> bool:
-        """Return whether both call paths have identical code objects. A cell that runs again only has equal ones."""
+        """Return whether both call paths have identical code objects.
+
+        If a cell runs again, its code objects are equal to the earlier ones, but not identical.
+        """
         if self.depth != other.depth or self.users is not other.users:
             return False
         return all(here is there for (_, here), (_, there) in zip(self.compared, other.compared, strict=True))
@@ -79,7 +82,7 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        own_files: files of the hooks, whose functions do not name a call.
+        own_files: files of the hooks; their functions are never used to name a call.
     """
 
     def __init__(self, own_files: set[str]) -> None:
@@ -89,13 +92,13 @@ class UserLines:
         self._without_frame: dict[tuple[Any, ...], UserLine] = {}
 
     def finder(self, site_of: Callable[[UserLine, Key], Site], skipped: int) -> Callable[[Key], Site]:
-        """Return a function for one hook, which returns the site of a call: its line, and further properties as a key.
+        """Return a function that gives the site of a hook's call: the user's line, and the call's properties as a key.
 
-        Threads of autograd have no frame of the user's code; for these threads, the last known line is used.
+        Autograd's threads have no frame of the user's code, so the last known line is used for them.
 
         Args:
-            site_of: makes a site.
-            skipped: number of frames to leave out: the function itself, and the frames of the hook.
+            site_of: makes a site from a line and a key.
+            skipped: number of frames to leave out (the function itself and the frames of the hook).
         """
         ways: list[_Way] = []
         frame_at = sys._getframe
@@ -127,10 +130,10 @@ class UserLines:
         It compares only the depth and code of the user's frame, and one frame between that frame and the hook.
 
         Args:
-            site_of: makes a site.
+            site_of: makes a site from a line and a key.
             skipped: number of frames to leave out.
-            compared: index of the frame that differs if another of the user's functions is in between: 0 for the hook's
-                caller, -1 for the function that the user calls.
+            compared: index of the frame that is compared, and that differs if another of the user's functions is in
+                between: 0 for the hook's caller, -1 for the function that the user calls.
         """
         ways: list[_Way] = []
         frame_at = sys._getframe
@@ -206,6 +209,6 @@ class UserLines:
         return is_user
 
     def _is_name(self, code: CodeType) -> bool:
-        """Return whether the name of a library's function identifies a call."""
+        """Return whether users recognise a call by the name of a library's function."""
         name = code.co_name
         return name[0] not in "_<" and name not in _INNER and code.co_filename not in self._own_files

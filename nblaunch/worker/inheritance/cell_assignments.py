@@ -53,7 +53,8 @@ class _StateOfThread(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
-    """Return what cells have changed, with current values, and a message for each change that can't be sent.
+    """Return the attributes that cells have changed, with current values, and messages about changes that can't be
+    sent.
 
     Args:
         sources: the text of the cells.
@@ -139,7 +140,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
 
     Return None if the attribute does not belong to a module or a module's class. The attribute itself must exist,
     because the cell may assign it in a function that has not run. Properties of a module, such as torch's flags, are
-    among the other settings (``settings.py``).
+    handled in ``settings.py``.
     """
     root, *names, last = path
     owner = vars(sys.modules["__main__"]).get(root)

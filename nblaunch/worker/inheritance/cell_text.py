@@ -167,7 +167,7 @@ class Condition(NamedTuple):
     value: bool
 
     def excludes(self) -> bool:
-        """Return whether the statement has certainly not run, assuming that the variables still have their values.
+        """Return whether the statement can't have run, assuming that the variables still have their values.
 
         Only constants and variables are evaluated, because the statement below ``if "mine" not in registry:`` may have
         changed that condition.
@@ -191,7 +191,7 @@ def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def values_on(path: Path) -> list[Any]:
-    """Return the value of each part of a path that starts in the notebook, until a part does not exist.
+    """Return the value of each part of a path that starts in the notebook, up to the first part that does not exist.
 
     No property is called.
     """

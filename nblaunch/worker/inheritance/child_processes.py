@@ -2,7 +2,7 @@
 
 Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with
 status 0. In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()``
-would do nothing. A worker therefore reads the state of the kernel's programs from the system.
+would do nothing. A worker therefore asks the system for the state of the programs that the kernel started.
 """
 
 from __future__ import annotations

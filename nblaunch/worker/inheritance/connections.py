@@ -15,8 +15,8 @@ expect several processes to write to them, such as experiment trackers. Connecti
 kernel also stay shared.
 
 Ray's connections, and the gRPC threads inside its libraries, belong to one process. A fork that uses them crashes the
-kernel, or the daemon of the whole machine. A connected process therefore never forks workers; fresh workers connect
-to the kernel's cluster themselves. Nothing here imports Ray.
+kernel, or the machine-wide daemon. A connected process therefore never forks workers; fresh workers connect to the
+kernel's cluster themselves. Nothing here imports Ray.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class KernelFiles:
         packages.when_imported("torch.utils.data._utils.worker", self._renew_in_loader_processes)
 
     def flush(self) -> None:
-        """Flush this process's buffers: before the fork, and after the function in a worker."""
+        """Flush this process's buffers: before a fork, and in a worker after the function has returned."""
         self.written.flush()
 
     def _renew_in_loader_processes(self, module: Any) -> None:

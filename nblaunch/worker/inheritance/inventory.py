@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Treatment(Enum):
-    """How much of a kind of state a worker gets."""
+    """How much of a given kind of state a worker gets."""
 
     KEPT = "kept"
     """As in the kernel."""
@@ -22,7 +22,7 @@ class Treatment(Enum):
     DROPPED = "dropped"
     """The state belongs to the kernel alone; the worker starts without it."""
     REJECTED = "rejected"
-    """An error before the function starts, or on first use, says why and what to do."""
+    """An error that is raised before the function starts, or on first use, says why and what to do."""
     NOTED = "noted"
     """Missing or unusable; a note says so."""
 

@@ -2,8 +2,8 @@
 the front end, open figures, child processes, torch's process group.
 
 A fork copies all of these, but not the threads or the other ends of sockets. A fresh interpreter has some of
-them once the call is loaded. Only libraries that have been imported are reset, to the state that they have in
-a process that was started on its own. ``libraries.py`` also changes libraries that are imported later.
+them once the call is loaded. Only libraries that have been imported are reset, to the state that they have in a freshly
+started process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 
 def _renew_in_child() -> None:
-    """Adapt what a process that the function forked inherits from this worker: child processes and pools."""
+    """Adapt the child processes and pools that a process inherits when the function forks it from this worker."""
     child_processes.watch(is_forked_here=True)
     pools.renew_at_use()
 
@@ -146,7 +146,7 @@ def _reject_input() -> None:
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
-    """Redirect log handlers that hold the kernel's streams, where writes are slow and name no rank."""
+    """Redirect log handlers that hold the kernel's streams, because writes to them are slow and name no rank."""
     for stream in streams:
         # IPython 9 records a cell's output with a method of the stream object. There may be no stream at all.
         getattr(stream, "__dict__", {}).pop("write", None)
@@ -162,8 +162,8 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
         (sys.stderr if self.name == "stderr" else sys.stdout).flush()
 
     _abandoned.extend((iostream.OutStream.write, iostream.OutStream.flush))
-    # A property overrides the method of the stream object as well, even of a stream that is not sys.stdout at the
-    # moment, because the cell captures its output.
+    # A property takes precedence over the method that IPython sets on a stream object to capture a cell's output, even
+    # if the stream is not sys.stdout at the moment.
     iostream.OutStream.write = property(lambda self: functools.partial(write, self), lambda self, value: None)
     iostream.OutStream.flush = flush
 

@@ -49,7 +49,7 @@ from nblaunch.worker.inheritance.watched_values import Watcher
 _MAX_FUNCTIONS = 200
 _MAX_RETURNED = 20_000
 _MAX_DEPTH = 2
-"""How many attributes a name may have, as in ``trainer.average.weights``."""
+"""Maximum number of attributes in a name, such as the two in ``trainer.average.weights``."""
 _FOR_ITSELF = re.compile(
     r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger|batch|inputs?|labels?|targets?)$",
     re.IGNORECASE,
@@ -80,7 +80,7 @@ IN_A_SESSION = (
 
 
 class _Variable(NamedTuple):
-    """A variable that may keep values.
+    """A variable in which a function may keep results.
 
     Args:
         name: its name, as in ``tracker.values``.
@@ -176,7 +176,7 @@ _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, deque)
 
 
 def _assigned(function: FunctionType) -> Iterator[_Variable]:
-    """Yield the variables outside a function that it assigns."""
+    """Yield the variables that a function assigns but that are defined outside it."""
     stored = set(_stored(function.__code__))
     names = {name for operation, name in stored if operation == "STORE_GLOBAL"}
     for name in sorted(names):
@@ -204,7 +204,7 @@ def _content(cell: Any) -> Any:
 
 
 def _stored(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the operations that store variables, with their names, also of nested functions."""
+    """Yield the operations that store variables, and the variables' names, including those in nested functions."""
     for instruction in dis.get_instructions(code):
         # A nested function names the variables of the outer one among its free variables.
         if instruction.opname == "STORE_GLOBAL" or instruction.argval in code.co_freevars:
@@ -266,7 +266,7 @@ class _Finder:
         collected: as in :class:`Changes`.
 
     Attributes:
-        modules: variables that are modules whose weights the kernel does not get.
+        modules: variables that hold modules whose weights the kernel does not get.
     """
 
     def __init__(self, is_forked: bool, collected: Iterable[Any]) -> None:
@@ -277,7 +277,7 @@ class _Finder:
         self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
-        """Yield a variable that a function may fill, or the attributes of the variable that it may fill."""
+        """Yield a variable if a function may fill it; otherwise, those of its attributes that a function may fill."""
         with suppress(Exception):  # for example, a proxy whose object is missing, or a property that raises
             yield from self._variables(name, value, depth)
 
@@ -313,7 +313,7 @@ class _Finder:
             yield _attribute(where, value, attribute, part)
 
     def _of_module(self, name: str, module: Any) -> Iterator[_Variable]:
-        """Watch the tensors of a module that is not collected; yield what else a module keeps."""
+        """Watch a module's tensors if the kernel does not get them; yield other attributes that may keep results."""
         self._seen.add(id(module))
         if _has_own_attributes(module):
             for attribute, part in list(vars(module).items()):
@@ -366,7 +366,7 @@ def _has_own_attributes(value: Any) -> bool:
 
 
 def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
-    """Return the variables of a class, and the attributes of one of its objects that are in slots."""
+    """Return the variables of a class, and those attributes of one of its objects that are stored in slots."""
     attributes = {}
     for name, part in list(vars(kind).items()):
         if isinstance(part, MemberDescriptorType):
@@ -417,7 +417,7 @@ def _tensors_in(state: Any) -> Iterator[Any]:
 
 
 def _kept_in(returned: Any) -> set[int]:
-    """Return the identities of the objects in a function's value, which the kernel gets."""
+    """Return the identities of the objects in a function's return value, which is sent to the kernel."""
     pending, kept = deque([returned]), set[int]()
     while pending and len(kept) < _MAX_RETURNED:
         value = pending.popleft()

@@ -197,7 +197,7 @@ class _HandlerRecipe:
 
     @classmethod
     def of(cls, handler: logging.Handler) -> _HandlerRecipe:
-        """Return the recipe of a handler.
+        """Return the recipe that recreates a handler.
 
         Raises:
             TypeError: the handler does not simply write to a standard stream or a file.

@@ -1,8 +1,8 @@
 """Module-level values that a copy can replace, and how a worker adopts the copies.
 
 Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are also plain:
-namespaces, data classes, a user's settings. A model is not plain, because a copy would differ from the model that
-the function trains.
+namespaces, data classes, a user's settings. A model does not count as plain, because a copy would differ from the model
+that the function trains.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def take_over(present: Any, value: Any) -> bool:
 
     Args:
         present: the object.
-        value: the copy; the object is used in its place.
+        value: the copy, whose content the object gets.
 
     Returns:
         Whether the object now has the content.
@@ -182,7 +182,7 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_constant_of_library(value: Any) -> bool:
-    """Return whether a value is an array, or a torch tensor, dtype or device, that no optimizer changes."""
+    """Return whether a value is a torch dtype or device, or an array or tensor that no optimizer changes."""
     kind = type(value)
     if kind.__module__ not in ("torch", "numpy"):
         return False

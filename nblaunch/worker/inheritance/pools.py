@@ -81,7 +81,7 @@ def _has_pools(module: Any) -> bool:
 
 
 def _has_loaders(module: Any) -> bool:
-    """Return whether a data loader with processes may exist."""
+    """Return whether a data loader with worker processes may exist."""
     return _has_made_processes() and hasattr(module, _LOADERS[module.__name__][1])
 
 
@@ -197,7 +197,7 @@ _LOADERS = {
         "_StatefulMultiProcessingDataLoaderIter",
     ),
 }
-"""Module -> names of its loader class and of its class of multi-process iterators."""
+"""Module -> names of its loader class and its multi-process iterator class."""
 
 
 def _watch_loaders(module: Any) -> None:

@@ -28,7 +28,7 @@ _PATH_ONLY = getattr(os, "O_PATH", 0)
 _ONLY_AT_FIRST = (
     os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_DIRECTORY | getattr(os, "O_TMPFILE", 0)
 )
-"""Flags that only affect opening. Linux later reports some of them, but can't reopen the file with them."""
+"""Flags that matter only while a file is being opened."""
 
 
 Identity = tuple[int, int]
@@ -94,7 +94,7 @@ def identities(fds: Collection[int]) -> frozenset[Identity]:
 
 @dataclass(frozen=True)
 class OpenDescriptors:
-    """The open descriptors of this process that a forked process inherits, except standard ones.
+    """The open descriptors of this process that a forked process inherits, except the standard ones.
 
     Args:
         files: regular files and folders.
@@ -179,10 +179,10 @@ def _is_writable(fd: int) -> bool:
 def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
     """Group the ``fds`` that share an open file description and therefore its flags.
 
-    The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
-    to that bit of its index in ``fds``, and then every descriptor reads the flag. The bits that a descriptor
-    reads over all rounds form the index of the last descriptor with the same description. Descriptors that a
-    thread closes in the meantime are left out.
+    The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, the flag is set through every
+    descriptor to that bit of the descriptor's index in ``fds``, and is then read through every descriptor. The bits
+    that are read through a descriptor form the index of the last descriptor that shares its open file description.
+    Descriptors that a thread closes in the meantime are left out.
     """
     if len(fds) == 1:
         return [fds]

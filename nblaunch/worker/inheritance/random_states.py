@@ -120,7 +120,7 @@ def unknown_generators() -> list[str]:
 def move_on() -> None:
     """Advance this process's generators to states that follow from the current ones and share no numbers with them.
 
-    Each generator is seeded with a number that it draws. If it only drew a number, the next launch would get the same
+    Each generator draws a number and is seeded with it. If it only drew a number, the next launch would get the same
     sequence shifted by one.
     """
     random.seed(random.getrandbits(_SEED_BITS))

@@ -40,16 +40,16 @@ _LEFT_OUT = {
     *("atexit", "signal", "weakref", "faulthandler", "multiprocessing", "concurrent", "asyncio"),
     *("torch.multiprocessing", "torch.autograd.graph", "torch.nn.modules.module", "torch.optim.optimizer"),
 }
-"""Modules and packages whose registrations belong to the process, or are sent as settings."""
+"""Modules and packages whose registries are specific to a process, or are sent to workers as settings."""
 
 _MAX_BYTES = 1 << 20
 _MAX_ENTRIES = 10_000
 _NO_VALUE = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
-"""Expressions that could have an effect if they were evaluated again."""
+"""Expressions that could have side effects if they were evaluated again."""
 
 
 class Registrar(NamedTuple):
-    """The function or dictionary of a module that registers something.
+    """The function or dictionary of a module through which something is registered.
 
     Args:
         module: name of the module.
@@ -200,7 +200,7 @@ class _Statement(NamedTuple):
 
 
 class _NotKnown(Exception):
-    """The arguments of a registration can't be evaluated again; the message says which."""
+    """Some arguments of a registration can't be evaluated again; the message says which ones."""
 
 
 @lru_cache(maxsize=4096)
@@ -229,7 +229,7 @@ def _calls(node: ast.stmt) -> Iterator[_Statement]:
 
 
 def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
-    """Return the function at a path that starts in the notebook, as a registrar and as an object.
+    """Return the function at the end of a path that starts in the notebook, as a :class:`Registrar` and as an object.
 
     Return None if no module contains it.
     """
@@ -285,7 +285,7 @@ def _modules_with(name: str, value: Any) -> Iterator[str]:
 
 
 def _entries(function: Any) -> Iterator[_Entry]:
-    """Yield the entries of dictionaries in a function's closure that contain functions or classes of the notebook."""
+    """Yield the notebook's functions and classes that are entries of dictionaries in a function's closure."""
     if not isinstance(function, FunctionType):
         return
     for position, cell in enumerate(function.__closure__ or ()):
@@ -305,7 +305,7 @@ def _is_standard(module: str) -> bool:
 
 
 def _entry_at(registry: Any, key: ast.expr) -> Iterator[_Entry]:
-    """Yield the entry of a library's dictionary that a cell has set, if its value is plain."""
+    """Yield the entry that a cell has set in a library's dictionary, if its value is plain."""
     wanted = _value(key)
     if isinstance(registry, dict) and isinstance(wanted, Hashable) and wanted in registry:
         entry = dict.__getitem__(registry, wanted)
@@ -335,7 +335,7 @@ def _call(statement: _Statement) -> _Call:
 
 
 def _value(expression: ast.expr) -> Any:
-    """Evaluate an argument again, unless that could have an effect."""
+    """Evaluate an argument again, unless doing so could have side effects."""
     bodies = {
         id(node)
         for function in ast.walk(expression)

@@ -3,9 +3,9 @@
     kernel   KernelSettings.of_this_process(): reads the settings of every loaded library in the table
     worker   restore(): writes the settings that differ, once the worker has imported the library
 
-nblaunch imports no library for this, neither in the kernel nor in a worker, because the function may not use it. The
-table has a row for each setting. Other modules handle warnings and loggers (``message_settings.py``), attributes of
-modules that cells have changed (``cell_assignments.py``), and registrations (``registrations.py``).
+For this, nblaunch imports no library in the kernel or in a worker, because the function might not use it. The table has
+a row for each setting. Other modules handle warnings and loggers (``message_settings.py``), attributes of modules that
+cells have changed (``cell_assignments.py``), and registrations (``registrations.py``).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _set_attribute(path: str, module: Any, value: Any) -> None:
 
 
 def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[LibrarySetting]:
-    """Yield a row for each pair of getter and setter."""
+    """Yield a row for each pair of a getter and a setter."""
     for read, write in pairs:
         yield LibrarySetting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
 
@@ -218,7 +218,7 @@ def _set_sparse_checks(torch: Any, is_enabled: bool) -> None:
 
 
 def _saved_tensors_hooks(torch: Any) -> Any:
-    """Return the innermost pair of hooks for what autograd saves; torch calls only that pair."""
+    """Return the innermost pair of autograd's saved-tensor hooks; torch calls only that pair."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -253,7 +253,7 @@ _HOOKS = (
 
 
 def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
-    """Return the hooks that the user has registered for all modules and optimizers, without libraries' hooks."""
+    """Return the hooks that the user, and not a library, has registered for all modules and optimizers."""
     return [
         (module, register, hook, _options(sys.modules[module], hooks, key))
         for module, hooks, register in _HOOKS
@@ -299,7 +299,7 @@ def _set_pandas_options(pandas: Any, options: Mapping[str, Any]) -> None:
 
 
 _FRONT_END = ("backend", "backend_fallback", "interactive", "toolbar")
-"""Matplotlib's parameters that belong to the kernel, because workers show figures differently."""
+"""Matplotlib parameters that only the kernel uses, because workers show figures differently."""
 
 
 def _figure_parameters(matplotlib: Any) -> dict[str, Any]:

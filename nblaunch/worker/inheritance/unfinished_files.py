@@ -118,7 +118,7 @@ def _change_in(writer: _Writer, module: Any) -> None:
 
 
 def hold_back_text(files: Collection[Any]) -> None:
-    """Make text writes to the kernel's compressed files raise an error at once, not only when a block is full.
+    """Make writing text to the kernel's compressed files raise an error immediately, not only when a block is full.
 
     Args:
         files: file objects of the kernel; only text files are changed.
@@ -230,7 +230,7 @@ def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _reject_hdf5(h5py: Any) -> None:
-    """Make any change to an HDF5 file that is open in this process raise an error."""
+    """Make every change to an HDF5 file raise an error if the file is open in this process."""
     files, objects = h5py.h5f, h5py.h5o
     numbers = frozenset(
         objects.get_info(file).fileno

@@ -92,8 +92,9 @@ class _Search:
                     self._homes[id(value)] = Place(name, "", attribute)
 
     def follow_settings(self, cell: cell_text.CellText) -> None:
-        """Add libraries' global variables that hold settings, such as the one that
-        ``torch.hub.set_dir("models")`` sets."""
+        """Add the global variables in which libraries keep settings, such as the one that
+        ``torch.hub.set_dir("models")`` sets.
+        """
         for _, strings in cell.named:
             self._follow_names(strings)
         for path in cell.for_effect:
@@ -125,7 +126,7 @@ class _Search:
             self._follow_strings(owners, strings)
 
     def _follow_strings(self, owners: Iterable[cell_text.Path], strings: Iterable[str]) -> None:
-        """Add all constants of modules that are arguments, unless a string names one of their attributes."""
+        """Add all constants of each module that is an argument, unless a string names one of its attributes."""
         for path in owners:
             module = cell_text.value_at(path)
             if not isinstance(module, ModuleType) or module.__name__ not in self.modules:
@@ -137,7 +138,7 @@ class _Search:
                     self._add(Place(module.__name__, "", name), vars(module)[name])
 
     def _follow_names(self, names: Iterable[str]) -> None:
-        """Add attributes with full names in strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
+        """Add attributes whose full names are strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
         for text in names:
             name, _, attribute = text.rpartition(".")
             module = sys.modules.get(name)
@@ -228,7 +229,7 @@ class _Stored(NamedTuple):
     Args:
         names: global variables that it assigns.
         attributes: attributes that it assigns.
-        read: all names.
+        read: all global variables and attributes that it names.
     """
 
     names: frozenset[str]

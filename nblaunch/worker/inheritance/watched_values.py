@@ -1,4 +1,4 @@
-"""How a worker detects that a function has kept results in a value.
+"""How a worker detects that a function has stored results in a value.
 
 containers      have grown
 arrays          had one value in all elements, such as 0 or NaN, and no longer have it
@@ -21,12 +21,12 @@ from typing import Any
 from nblaunch.user_code import module_of
 
 HasChanged = Callable[[Any], bool]
-"""Takes the present value, and returns whether it differs from the value before the call."""
+"""Takes the current value, and returns whether it differs from the value before the call."""
 
 _MAX_PARTS = 1 << 16
 """Maximum number of elements of a list or dictionary that are examined."""
 _MAX_ARRAY = 1 << 24
-"""Maximum number of elements of an array that is examined, which takes 20 ms if all of them are equal."""
+"""Maximum number of elements of an array that is examined. Examining it takes 20 ms if all elements are equal."""
 _MAX_COLUMNS = 500
 _NUM_SAMPLES = 64
 _MAX_TENSORS = 2000
@@ -55,7 +55,7 @@ class Watcher:
         self._torch: Any = sys.modules.get("torch")
 
     def watch(self, value: Any, *, is_attribute: bool) -> HasChanged | None:
-        """Return the check of a value; None if the value can't keep results."""
+        """Return a function that checks whether a value has changed; None if the value can't keep results."""
         try:
             if is_attribute or self._is_trainable(value):
                 has_changed = self.watch_tensors(value)
@@ -70,7 +70,7 @@ class Watcher:
             return None
 
     def watch_tensors(self, value: Any) -> HasChanged | None:
-        """Return the check of a tensor, or of a container of tensors; None if the value is neither."""
+        """Return such a function for a tensor or a container of tensors; None if the value is neither."""
         is_container = isinstance(value, _ITERATED)
         tensors = list(_parts(value)) if is_container else [value]
         if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
@@ -106,7 +106,8 @@ class Watcher:
         if not 0 < len(present) <= _MAX_TENSORS or any(each.is_shared() for each in present.values()):
             return None
         names = list(present)
-        # An average or a layer with statistics changes as a whole, and its last layers even if others are frozen.
+        # An average, or a layer with statistics, changes as a whole. A trained model changes at least in its last
+        # layers, even if others are frozen.
         summed = {*names[:_NUM_SUMMED], *names[-_NUM_SUMMED:]}
         before = {name: self._state_of(tensor, name in summed) for name, tensor in present.items()}
         return lambda: any(
@@ -149,21 +150,22 @@ class Watcher:
 
 
 def is_unset(value: Any) -> bool:
-    """Return whether a value is None, or a number from which a sum or a search for the best value starts."""
+    """Return whether a value is None, or a number that a sum or a search for the best value starts from."""
     if type(value) not in (bool, int, float):
         return value is None
     return math.isnan(value) or value in (0, -1, math.inf, -math.inf)
 
 
 def is_kept(attribute: str, before: Any, now: Any) -> bool:
-    """Return whether a function has set an attribute to a result.
+    """Return whether a function has stored a result in an attribute.
 
-    A function may set other attributes for its own use, such as an integer to the rank, or a dictionary to options.
+    A function may set other attributes for its own use, such as an integer that holds the rank, or a dictionary of
+    options.
 
     Args:
         attribute: name of the attribute.
         before: its value before the call.
-        now: its value after the call, another object.
+        now: its value after the call, which is another object.
     """
     if isinstance(now, float):
         is_expected = is_unset(before) or _BEST.search(attribute)
@@ -225,7 +227,7 @@ def _first(array: Any) -> Any:
 
 
 def _is_unfilled(array: Any) -> bool:
-    """Return whether all elements of an array are the same number that :func:`is_unset`."""
+    """Return whether all elements of an array are the same number, for which :func:`is_unset` is true."""
     return is_unset(_first(array)) and _is_uniform(array)
 
 
@@ -233,7 +235,7 @@ def _is_uniform(array: Any, first: Any = None) -> bool:
     """Return whether all elements of an array are equal, and equal to ``first`` if it is given. NaN equals NaN."""
     flat = array.reshape(-1)
     first = flat[0].item() if first is None else first
-    # Most arrays hold data, which a few elements show.
+    # Most arrays hold data, and a few elements are enough to show this.
     return all(
         bool((part == first).all() if first == first else (part != part).all())
         for part in (flat[:: max(1, flat.size // _NUM_SAMPLES)], flat)
@@ -266,7 +268,7 @@ def _watched_table(table: Any) -> HasChanged:
 
 
 def _number_columns(table: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the names and the arrays of the columns of numbers."""
+    """Yield the name and the array of each numeric column."""
     columns = [(None, table)] if table.ndim == 1 else table.items()
     for (name, column), _ in zip(columns, range(_MAX_COLUMNS), strict=False):
         if 0 < column.size <= _MAX_ARRAY and getattr(column.dtype, "kind", "O") in _NUMBERS:
@@ -277,7 +279,7 @@ def _number_columns(table: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Tensor:
-    """The state of a tensor at the start of the function: torch's version counter, and the sum of elements.
+    """The state of a tensor at the start of the function: torch's version counter, and the sum of its elements.
 
     The sum is needed because changes through ``tensor.data`` bypass the counter.
 
@@ -292,7 +294,7 @@ class _Tensor:
         self._version = self._version_of(tensor)
 
     def has_changed(self, present: Any) -> bool:
-        """Return whether the tensor has changed, or a new one of its form has replaced it, as an average.
+        """Return whether the tensor has changed, or was replaced by a new one of its form, as happens to an average.
 
         A tensor that was moved to a device, or converted, has not changed.
         """

@@ -8,7 +8,7 @@
 Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
 pieces, another may write in between. In a file that is also open for reading, each rank has its own position
 (``positions.py``), so ranks do overwrite each other. A warning names the file as soon as a second rank writes
-to it. Writes to files that the kernel keeps partly in memory raise an error (``unfinished_files.py``).
+to it. Writing to a file that the kernel keeps partly in memory raises an error (``unfinished_files.py``).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class WrittenFiles:
                     self._report(str(error))
 
     def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
-        """Record that ``rank`` writes to a file; return all writing ranks if this must be reported, else []."""
+        """Record that ``rank`` writes to a file; return all ranks that do so if this must be reported, else []."""
         assert self._marks is not None
         last = len(self.ranks)
         marks = memoryview(self._marks)[index * (last + 1) : (index + 1) * (last + 1)]
