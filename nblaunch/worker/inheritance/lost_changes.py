@@ -277,7 +277,7 @@ class _Finder:
         self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
-        """Yield a variable if a function may fill it; otherwise, those of its attributes that a function may fill."""
+        """Yield a variable if a function may fill it; otherwise, its attributes that a function may fill."""
         with suppress(Exception):  # for example, a proxy whose object is missing, or a property that raises
             yield from self._variables(name, value, depth)
 
