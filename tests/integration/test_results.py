@@ -194,7 +194,8 @@ fitted.module.weight.tolist(), wider.module.weight.tolist()
 """
     )
     assert cell.value == ([[3.0, 3.0]], [[1.0, 1.0]])
-    assert "changes args[1].module, args[2].module only in its worker" in cell.stdout
+    assert "changes args[1].module only in its worker" in cell.stdout
+    assert "replaces args[2].module (Linear) by other modules" in cell.stdout
     assert "trained weights into args[0].module" in cell.stdout
 
 

@@ -41,8 +41,7 @@ from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_in, path_name
-from nblaunch.worker.inheritance import watched_values
-from nblaunch.worker.inheritance.new_modules import HeldModules
+from nblaunch.worker.inheritance import new_modules, watched_values
 from nblaunch.worker.inheritance.plain_values import has_own_class
 from nblaunch.worker.inheritance.watched_values import Watcher
 
@@ -114,7 +113,7 @@ class Changes:
         advice: str,
         collected: Mapping[ArgPath, Any] = MappingProxyType({}),
     ) -> None:
-        self._args, self._collected = args, collected
+        self._args, self._before = args, dict(collected)
         self._advice = advice
         self._optimizers = list(_optimizers(args)) if advice else []
         values = [(f"args[{position}]", value) for position, value in enumerate(args)]
@@ -125,7 +124,7 @@ class Changes:
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         self._variables += [each for reached in functions for each in _assigned(reached)]
         self._modules = finder.modules
-        self._held = HeldModules(values)
+        self._held = new_modules.HeldModules(values)
 
     def describe(self, returned: Any) -> list[str]:
         """Return sentences about the changes that do not reach the kernel.
@@ -148,12 +147,14 @@ class Changes:
         return texts
 
     def _replaced(self) -> list[str]:
-        """Return the names of collected modules in whose place the function has put modules without them."""
-        present = modules_at(self._args, list(self._collected))
+        """Return the names of collected modules in whose places the function has put modules that are not sent."""
+        present = modules_at(self._args, list(self._before))
+        sent = new_modules.replacements(self._args, self._before)
         return [
             f"{path_name(path)} ({type(module).__name__})"
-            for path, module in self._collected.items()
-            if path in present and not any(part is module for part in present[path].modules())
+            for path, module in self._before.items()
+            if path in present and path not in sent
+            if not any(part is module for part in present[path].modules())
         ]
 
 

@@ -61,8 +61,9 @@ class HeldModules:
         for name, value, before in self._objects.values():
             with suppress(Exception):
                 for path, module in modules_in((value,)).items():
-                    is_sent = name.startswith("args[") and _replaces(module, before.get(path))
-                    if not is_sent and id(module) not in kept and _is_new(module, held):
+                    # The delivery sends a replacement, or another note names it.
+                    is_reported = name.startswith("args[") and path in before
+                    if not is_reported and id(module) not in kept and _is_new(module, held):
                         names.append(f"{name}{str(path).removeprefix(_FIRST)}")
         return names
 

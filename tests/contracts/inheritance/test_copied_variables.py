@@ -292,7 +292,8 @@ def test_modules_that_replace_others_are_named(shared: Kernel, start_method: str
     shared.run(
         "import torch\n"
         "def function(models, pair):\n"
-        "    models['a'], pair[0] = torch.nn.Linear(1, 1), torch.nn.Sequential(pair[0])\n"
+        "    models['a'], pair[0] = torch.nn.Linear(1, 2), torch.nn.Sequential(pair[0])\n"
+        "    models['b'] = torch.nn.Linear(1, 1)  # its weights come back\n"
         "models, pair = {name: torch.nn.Linear(1, 1) for name in 'ab'}, [torch.nn.Linear(1, 1)]"
     )
     call = f"nblaunch.notebook_launcher(function, (models, pair), num_processes=2, start_method={start_method!r})"
