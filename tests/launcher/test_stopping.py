@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods import STARTERS
 from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
 
@@ -87,7 +89,8 @@ def watch(
     spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=grace_s, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, 0, topology, JobLog(spec.log_dir))
-    running = start_attempt(attempt, lambda *args: group)
+    with mock.patch.dict(STARTERS, {attempt.plan.start_method: lambda *args: group}):
+        running = start_attempt(attempt)
     report, rank_results = Supervisor(running, requests, events.append, lambda samples: None).run()
     assert rank_results == {}
     assert group.is_closed
