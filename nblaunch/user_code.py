@@ -59,7 +59,7 @@ def is_user_module(module: object) -> bool:
 
 
 def module_of(kind: type) -> str:
-    """Return the name of a class's module; empty if it has no name. Runs no metaclass code."""
+    """Return the name of a class's module, or an empty string if it has none. Runs no metaclass code."""
     module = _MODULE_OF(kind)
     return module if type(module) is str else ""
 

@@ -220,7 +220,7 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
 # This section is for functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes
-# only if it is initialised the way its own launcher does. Otherwise each worker is a world of one process:
+# only if it is initialised as its own launcher does it. Otherwise each worker is a world of one process:
 # xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU, this is always the case.
 
 # Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.

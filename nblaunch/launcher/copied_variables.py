@@ -1,4 +1,4 @@
-"""Variables of a launched function that every worker copies, although users may expect to share them.
+"""Variables of a launched function that are copied to each worker, although users may expect them to be shared.
 
 iterators           A generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
                     the kernel's iterator. The user may intend this, or may be training every rank on the same

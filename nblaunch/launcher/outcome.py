@@ -137,7 +137,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class EndedAttempt:
-    """The last attempt of a job, from which its outcome is concluded.
+    """The last attempt of a job, which determines the job's outcome.
 
     Args:
         attempt: the attempt.

@@ -170,7 +170,7 @@ class PeersLink:
                 last_note = self._note_joining(last_note)
 
     def _reason_to_leave(self) -> str:
-        """Return the reason why this node leaves after its ranks have returned; empty while it should wait."""
+        """Return why this node leaves after its ranks have returned, or an empty string while it should wait."""
         for text in self._peers.check(time.monotonic()):
             self._note(text)
         if self._requests.interrupts:

@@ -581,7 +581,7 @@ class Accelerator(AcceleratorProperties):
         asynchronous: bool = False,
         main_process_only: bool = False,
     ) -> str:
-        """Save everything that training needs to continue exactly. Call it on all ranks.
+        """Save everything that is needed to continue training exactly where it is. Call it on all ranks.
 
         It saves weights, optimizers, schedulers, the gradient scaler, positions of loaders, registered objects and the
         random generators of every rank. The new checkpoint replaces the previous one in the folder only when

@@ -70,7 +70,7 @@ class LoaderStack:
         )
 
     def leave(self, loader: Any) -> None:
-        """Forget ``loader``, whose epoch ended or was left early. The enclosing loader, if any, is active again."""
+        """Forget ``loader``, whose epoch has ended or was left early. The enclosing loader, if any, is active again."""
         for position in range(len(self.entries) - 1, -1, -1):
             if self.entries[position].loader() is loader:
                 del self.entries[position]

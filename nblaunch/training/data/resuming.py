@@ -1,4 +1,4 @@
-"""Continue in the middle of an epoch: loaders that skip the first batches; loader positions for checkpoints.
+"""Resumes in the middle of an epoch: loaders that skip the first batches, and loader positions for checkpoints.
 
 A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
 drawn. Reading the epoch again and skipping the samples already seen yields exactly the remaining samples. An

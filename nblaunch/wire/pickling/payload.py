@@ -310,7 +310,7 @@ def load_mapped_with_address(fd: int) -> tuple[Any, int]:
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
-    """Read the value at ``at`` into memory of its own, for values that are kept; the file may hold much more."""
+    """Read the value at ``at`` into its own memory, for values that are kept; the file may be much larger."""
     return _read(CopiedFile(fd), at)
 
 
