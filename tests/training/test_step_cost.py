@@ -27,7 +27,7 @@ SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
 # Additional Python calls that a step may make in a process without a launcher.
 MAX_CALLS = {"fixed batch": 6, "accumulate": 11, "loader": 7, "loader, accumulate": 13}
-MAX_CALLS_IN_WORKER = {"loader": 15, "loader, accumulate": 20}
+MAX_CALLS_IN_WORKER = {"loader": 19, "loader, accumulate": 23}
 Lap = Callable[[], object]
 
 
