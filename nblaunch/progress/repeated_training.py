@@ -29,7 +29,7 @@ class FirstLosses:
     """
 
     def __init__(self, here: ProcessContext) -> None:
-        is_off = here.topology.world_size == 1 or {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
+        is_off = here.topology.world_size == 1 or env.is_check_off(CHECK)
         self._losses: list[str] | None = None if is_off else []
         self._here = here
 

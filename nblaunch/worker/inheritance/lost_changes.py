@@ -301,9 +301,8 @@ class _Finder:
         self, name: str, value: Any, attribute: str, part: Any, depth: int
     ) -> Iterator[_Variable]:
         where = f"{name}.{attribute}"
-        if not _has_own_attributes(
-            value
-        ):  # the names of a library's attributes say nothing about their purpose
+        # The names of a library's attributes say nothing about their purpose.
+        if not _has_own_attributes(value):
             yield from self._tensors(where, part)
             return
         # A dataset may load its data or cache samples.

@@ -33,7 +33,7 @@ def watch(channels: Collection[Identity]) -> None:
         channels: the kernel's open channels other than files.
     """
     module: Any = sys.modules.get("multiprocessing.connection")
-    if module is None or {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
+    if module is None or env.is_check_off(CHECK):
         return  # without the module, the kernel has no such pipe
     reported: list[Identity] = []
 
