@@ -224,9 +224,8 @@ stubs: setup  ## regenerate the type stubs of nblaunch and Accelerate's module n
 	$(BIN)/python -m tests.tools.stubs
 
 golden: setup  ## regenerate the golden files: the exact text of failures, tables and the terminal
-	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py \
-		tests/contracts/inheritance/test_inventory.py
-	git diff --stat -- tests/golden docs
+	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py
+	git diff --stat -- tests/golden
 
 bench: setup  ## run the benchmarks and print their figures; select some with ARGS='launch_cost memory'
 	$(BIN)/python -m tests.benchmarks $(ARGS)

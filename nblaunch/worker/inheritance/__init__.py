@@ -1,6 +1,8 @@
 """The state that a worker inherits from the kernel, and how it is treated.
 
-inventory.py      the table: every kind of state, and its treatment under each start method
+A table in ``docs/how-a-launch-works.md`` lists every kind of state, and its treatment under each start method.
+Each row has a contract test.
+
 modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 cell_assignments.py  attributes of modules that cells have changed, for the same workers; with
