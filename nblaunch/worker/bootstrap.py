@@ -56,6 +56,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import (
     collective_hooks,
     file_writes,
+    frames,
     libraries,
     nested_launchers,
     open_files,
@@ -142,6 +143,7 @@ class _Worker:
         # Keep the value and the error until the worker has finished, because freeing them may wait for other ranks.
         try:
             self._prepare()
+            frames.begin_stacks_at_function()
             open_files.leave_out_present_objects()
             process_control.unblock_signals()
             with self.interrupts, self.child_handler:

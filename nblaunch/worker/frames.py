@@ -1,18 +1,21 @@
-"""The current frames of a worker, read by another of its threads: the user's line and variables."""
+"""The frames of a worker: those that another of its threads reads for the user's line and variables, and those that
+Python's ``traceback`` module shows."""
 
 from __future__ import annotations
 
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
+from itertools import takewhile
 from keyword import iskeyword
-from traceback import walk_stack, walk_tb
+from traceback import StackSummary, walk_stack, walk_tb
 from types import FrameType, NoneType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import is_user_file, module_of
+from nblaunch.user_code import is_own_file, is_user_file, module_of
 from nblaunch.wire.worker_commands import FrameVariables
 
 _MAX_CHARACTERS = 200
@@ -30,6 +33,28 @@ _SECRET = re.compile(
 """Names of variables, and dictionary keys, whose values may be secret if they are strings."""
 _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[a-z]-)\w|://[^/\s]*:[^/\s]*@")
 """Strings that are secret under any name: keys of well-known services, and addresses with a password."""
+
+
+def begin_stacks_at_function() -> None:
+    """Make stacks that the function prints begin with the function, without the calls that led to it.
+
+    A forked worker runs inside all calls of the kernel, which are some fifty. Anomaly detection would collect them for
+    each operation, and its report of a few lines would be longer than what a cell shows. Call this in a frame of
+    nblaunch that calls the function later; this frame and its callers are left out.
+    """
+    outside = sys._getframe(1)
+
+    def extract_stack(f: FrameType | None = None, limit: int | None = None) -> StackSummary:
+        frame = sys._getframe(1) if f is None else f
+        stack = [*walk_stack(frame)]
+        inside = [*takewhile(lambda step: step[0] is not outside, stack)]
+        while inside and is_own_file(inside[-1][0].f_code.co_filename):
+            inside.pop()
+        summary = StackSummary.extract(iter(inside or stack), limit=limit)
+        summary.reverse()
+        return summary
+
+    traceback.extract_stack = extract_stack
 
 
 def frames_of_main_thread() -> list[FrameType]:

@@ -329,6 +329,32 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
     assert sum("image/png" in display.data for display in shown) == 3
 
 
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
+def test_printed_stacks_begin_with_the_function(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import logging, torch, traceback
+def root(x):
+    return torch.sqrt(x - 2)
+def train():
+    traceback.print_stack()
+    logging.getLogger("mine").error("here", stack_info=True)
+    print("own", [step.name for step in traceback.extract_stack(limit=5)])
+    with torch.autograd.detect_anomaly(check_nan=True):
+        try:
+            root(torch.ones(1, requires_grad=True)).backward()
+        except RuntimeError:
+            print("the end")
+notebook_launcher(train, num_processes=1, start_method={method!r})
+"""
+    )
+    lines = [line.removeprefix("[0] ") for line in cell.stdout.splitlines()]
+    assert "own ['train']" in lines, cell.describe()
+    assert "    return torch.sqrt(x - 2)" in lines
+    assert "the end" in lines
+    assert len(lines) < 30, cell.stdout
+
+
 def test_no_input_is_requested(shared: Kernel) -> None:
     for ask in ("input('name? ')", "getpass.getpass('word? ')", "bound('word? ')", "asks('name? ')"):
         cell = shared.run(
