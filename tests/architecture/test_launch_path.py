@@ -13,11 +13,11 @@ MAX_MODULES = 6
 
 # A forked worker's stack begins with the kernel's frames, so it shows the whole path.
 PROGRAM = """
-import pathlib, traceback
+import pathlib, sys, traceback
 import nblaunch
 
 def files():
-    return [frame.filename for frame in traceback.extract_stack()]
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())][::-1]
 
 folder = pathlib.Path(nblaunch.__file__).parent
 called = nblaunch.notebook_launcher(files, num_processes=2, dashboard="none")
