@@ -8,18 +8,25 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import linecache
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 Change = Callable[[ModuleType], None]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+UNCOUNTED = " (importlib._bootstrap)"
+"""End of the file name of each replacement's code, because ``warnings.warn(..., stacklevel=2)`` does not count frames
+whose file name contains ``importlib`` and ``_bootstrap``. A library's warning therefore names the line that calls the
+library, as without the replacement.
+"""
 
 _OWNER = "_nblaunch_process"
 """Name of the attribute in which an object stores the id of the process that owns it."""
@@ -114,6 +121,8 @@ def observe_when_imported(name: str, change: Change) -> None:
 def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Return a decorator that gives the name and signature of ``original`` to its replacement in a worker.
 
+    Warnings of ``original`` still name the line of its caller (:data:`UNCOUNTED`).
+
     ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads changes a reference
     count in memory that a worker shares with the kernel, so every hook would copy several more pages.
     """
@@ -121,11 +130,43 @@ def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Funct
 
     def name(replacement: _Function) -> _Function:
         functools.update_wrapper(replacement, original, assigned=names, updated=())
+        _leave_uncounted(replacement)
         return replacement
 
     return name
 
 
+_uncounted: dict[int, tuple[CodeType, CodeType]] = {}
+"""Id of the code of a replacement -> this code, and the same code under the other name."""
+
+
+def _leave_uncounted(replacement: Any) -> None:
+    """Let warnings count their stack levels without the frames of a function."""
+    code = getattr(replacement, "__code__", None)
+    if code is not None:
+        replacement.__code__ = _uncounted_code(code, replacement.__globals__)
+
+
+def _uncounted_code(code: CodeType, variables: dict[str, Any]) -> CodeType:
+    if id(code) not in _uncounted:
+        filename = code.co_filename + UNCOUNTED
+        _uncounted[id(code)] = code, code.replace(co_filename=filename)
+        linecache.lazycache(filename, variables)  # tracebacks show the lines
+    return _uncounted[id(code)][1]
+
+
+def defines_replacements(function: _Function) -> _Function:
+    """Decorate a function that every worker calls to define replacements: prepare their code now, before the fork.
+
+    The preparation changes reference counts on many pages of memory, which each worker would otherwise copy.
+    """
+    for constant in function.__code__.co_consts:
+        if isinstance(constant, CodeType):
+            _uncounted_code(constant, function.__globals__)
+    return function
+
+
+@defines_replacements
 def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
     """Call ``act(instance)`` before each call of a method of ``cls``, in this process."""
     method = getattr(cls, name)

@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 import types
+import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.packages import call_before, is_installed, when_imported
+from nblaunch.packages import call_before, defines_replacements, is_installed, replacement_of, when_imported
 
 
 @pytest.fixture
@@ -127,3 +129,53 @@ def test_a_method_calls_a_hook_first_and_stays_as_it_is() -> None:
     call_before(Pool, "submit", lambda pool: setattr(pool, "seen", "seen "))
     assert Pool().submit("a", times=2) == "seen aa"
     assert (Pool.submit.__name__, inspect.signature(Pool.submit)) == ("submit", before)
+
+
+class Model:
+    """A library's class whose methods warn at the line that calls them."""
+
+    def forward(self) -> None:
+        warnings.warn("forward", stacklevel=2)
+
+    def train(self) -> None:
+        self.save()
+
+    def save(self) -> None:
+        warnings.warn("save", stacklevel=3)
+
+
+@defines_replacements
+def replace_method(cls: type, name: str) -> None:
+    method = getattr(cls, name)
+
+    @replacement_of(method)
+    def call(model: object) -> None:
+        method(model)
+
+    setattr(cls, name, call)
+
+
+def test_warnings_name_the_line_that_calls_a_library_not_the_hook() -> None:
+    replace_method(Model, "forward")
+    call_before(Model, "save", lambda model: None)
+    replace_method(Model, "train")
+    replace_method(Model, "train")
+    model, first = Model(), inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.forward()
+        model.train()
+    places = [(Path(warning.filename).name, warning.lineno - first) for warning in caught]
+    assert places == [("test_packages.py", 3), ("test_packages.py", 4)]
+
+
+def test_tracebacks_show_the_lines_of_hooks() -> None:
+    class Broken:
+        def run(self) -> None:
+            raise ValueError("broken")
+
+    call_before(Broken, "run", lambda broken: None)
+    with pytest.raises(ValueError, match="broken") as raised:
+        Broken().run()
+    text = "".join(traceback.format_exception(raised.value))
+    assert "in call\n    return method(self, *args, **kwargs)\n" in text

@@ -46,6 +46,7 @@ def _watch_trainer(module: Any) -> None:
             plain_loops().sums_losses = False
             _set_plan(None)
 
+    @packages.replacement_of(call)
     def call_and_report(self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         report(event, state)
         return call(self, event, args, state, control, **kwargs)
@@ -69,6 +70,7 @@ def _watch_lightning(module: Any) -> None:
     fit = module.Trainer.fit
     reporting: list[Any] = []
 
+    @packages.replacement_of(fit)
     def fit_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not reporting:
             reporting.append(_lightning_callback(module.Callback))
@@ -119,6 +121,7 @@ def _watch_fastai(module: Any) -> None:
         elif event_name == "after_fit":
             _set_plan(None)
 
+    @packages.replacement_of(call)
     def call_and_report(self: Any, event_name: Any) -> Any:
         report(self, event_name)
         return call(self, event_name)

@@ -65,6 +65,7 @@ def watch() -> None:
     context.current().slot.note_step = _note_step
 
 
+@packages.defines_replacements
 def _watch_loaders(module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     read = iterator.__next__
@@ -105,6 +106,7 @@ def leave_out(iterator: Any) -> None:
         setattr(iterator, _REPORTED, True)
 
 
+@packages.defines_replacements
 def _watch_backward(module: Any) -> None:
     compute, slot = module.backward, context.current().slot
 
@@ -145,6 +147,7 @@ def _watch_backward(module: Any) -> None:
 def _watch_scaler(module: Any) -> None:
     scale = module.GradScaler.scale
 
+    @packages.replacement_of(scale)
     def scale_and_note(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
         if scaled is not outputs and hasattr(scaled, "grad_fn"):

@@ -67,6 +67,7 @@ def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
     _watch(_Hooks(recorders[0]), slot)
 
 
+@packages.defines_replacements
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
     """Call ``watch`` before the first process group with several ranks. Until then, no other hook is needed."""
     cls = c10d.ProcessGroup

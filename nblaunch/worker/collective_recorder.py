@@ -13,13 +13,18 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
+from nblaunch import packages
 from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group, WrittenSite
 from nblaunch.worker.user_lines import Key, UserLine, UserLines
 
 _MAX_KNOWN = 1024
 """Number of tensor forms that are kept."""
 
-_OWN_FILES = {__file__, __file__.replace("collective_recorder", "collective_hooks")}
+_OWN_FILES = {
+    file + end
+    for file in (__file__, __file__.replace("collective_recorder", "collective_hooks"))
+    for end in ("", packages.UNCOUNTED)
+}
 
 _NUM_OWN_FRAMES = 4
 """Number of frames that a collective's hook adds: the finder, a method of the recorder, two functions of the hook."""

@@ -55,6 +55,7 @@ def _watch_bars(module: Any, slot: Slot) -> None:
     """Count updates of bars, at most ten per second while the function iterates over a bar."""
     update = module.tqdm.update
 
+    @packages.replacement_of(update)
     def update_and_note(self: Any, n: float | None = 1) -> Any:
         if n:
             slot.note_progress()

@@ -53,6 +53,7 @@ def record_saves(slot: Slot, begin: Begin) -> None:
         )
 
 
+@packages.defines_replacements
 def _watch_function(module: Any, *, name: str, place: int, begin: Begin, slot: Slot) -> None:
     original: Callable[..., Any] = getattr(module, name)
 

@@ -507,3 +507,23 @@ def test_invalid_log_folders_are_rejected(shared: Kernel, tmp_path: Path) -> Non
     )
     assert str(file) in cell.raised.value
     assert "log_dir=" in cell.raised.value
+
+
+def test_warnings_of_wrapped_classes_name_the_line_of_the_cell(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import warnings
+from torch.nn.parallel import DistributedDataParallel
+
+def train():
+    torch.distributed.init_process_group("gloo")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(nn.Linear(2, 1), check_reduction=True)
+    places = [(warning.filename, warning.lineno) for warning in caught if warning.category is FutureWarning]
+    return places, [(train.__code__.co_filename, train.__code__.co_firstlineno + 4)]
+
+notebook_launcher(train, num_processes=2, backend="cpu", dashboard="none")"""
+    )
+    places, expected = cell.value
+    assert places == expected

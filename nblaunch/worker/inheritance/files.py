@@ -122,6 +122,7 @@ class KernelFiles:
         """Flush this process's buffers: before a fork, and in a worker after the function has returned."""
         self.written.flush()
 
+    @packages.defines_replacements
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
