@@ -16,6 +16,7 @@ open_files.py        files that the function leaves open
 delivery.py          sends the return value, then trained weights and optimizer states
 failure.py           prepares the user's exception for the launcher
 debugger.py          answers the kernel's questions about this worker's frames; pdb
+debugger_calls.py    makes pdb.set_trace() act as breakpoint()
 frames.py            the user's current line and variables; where printed stacks begin
 script.py            a Python script as the function
 """

@@ -55,6 +55,7 @@ from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import (
     collective_hooks,
+    debugger_calls,
     file_writes,
     frames,
     libraries,
@@ -292,6 +293,7 @@ class _Worker:
         sys.breakpointhook = (
             self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
         )
+        debugger_calls.redirect()
         if self.assignment.post_mortem:
             self._debugger = self._start_debugger()  # it answers even while the rank waits in a collective
 
@@ -308,11 +310,11 @@ class _Worker:
         """Open pdb at ``breakpoint()``, except in a process that the function forked, which has no input."""
         if not self._is_subprocess:
             self._debugger = self._debugger or self._start_debugger()
-            self._debugger.stop_at(sys._getframe(1))
+            self._debugger.stop_at(debugger_calls.caller(sys._getframe(1)))
 
     def _pass_breakpoint(self, *args: object, **kwargs: object) -> None:
         """Skip ``breakpoint()`` with a note, because there is no interactive input."""
-        frame = sys._getframe(1)
+        frame = debugger_calls.caller(sys._getframe(1))
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)

@@ -40,6 +40,7 @@ from nblaunch.wire.worker_commands import (
     send_reply,
 )
 from nblaunch.worker import frames
+from nblaunch.worker.debugger_calls import own_pdb
 from nblaunch.worker.failure import describe_failure
 
 _SKIPPED = ("nblaunch", "nblaunch.*")
@@ -258,11 +259,11 @@ class _Terminal:
         return text
 
 
-_OwnPdb: type[pdb.Pdb] = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
-"""Python's own pdb. A kernel replaces it with IPython's, which writes to the kernel's terminal."""
+_OwnPdb: Any = own_pdb(pdb)
+"""Python's own pdb, because IPython's writes to the kernel's terminal."""
 
 
-class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
+class _Pdb(_OwnPdb):
     """A pdb that begins at the user's innermost frame and reports when the program continues."""
 
     def __init__(self, terminal: _Terminal) -> None:
@@ -272,10 +273,8 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         self._is_stepping = True
-        super().set_trace(frame, **options)
-        if sys.version_info >= (3, 14):
-            # Pdb keeps the frame in this attribute, and thereby everything that the frame refers to.
-            _OwnPdb._last_pdb_instance = None
+        # Pdb's own method is redirected to breakpoint().
+        super(_OwnPdb, self).set_trace(frame, **options)
 
     def set_continue(self) -> None:
         super().set_continue()

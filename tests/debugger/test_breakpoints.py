@@ -76,6 +76,30 @@ def test_pdb_sets_variables_of_the_function(shared: Kernel) -> None:
     assert cell.wait().result == "102"
 
 
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        ("import pdb", "pdb.set_trace()"),
+        ("from pdb import set_trace", "set_trace()"),
+        ("from IPython.core.debugger import set_trace", "set_trace()"),
+        thorough("from IPython.core.debugger import Pdb", "Pdb().set_trace()"),
+    ],
+)
+def test_other_calls_of_pdb_are_breakpoints(shared: Kernel, before: str, call: str, method: str) -> None:
+    shared.run(f"{before}\ndef add(total):\n    {call}\n    return total + 1")
+    launch = f"notebook_launcher(add, (4,), num_processes=2, start_method={method!r}, dashboard='text')"
+    cell = shared.submit(launch, is_typed_into=True)
+    for line in ("p total * 100", "total = 6", "c"):
+        cell.type(line)
+    assert cell.wait().result == "7", cell.describe()
+    assert "-> return total + 1\n400" in cell.stdout
+    # Without input, the call is skipped, and a note names its line.
+    cell = shared.run(launch)
+    assert cell.result == "5"
+    assert "breakpoint() at line 3 of add is skipped" in cell.shown
+
+
 def test_an_interrupt_at_the_prompt_ends_the_job(shared: Kernel) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
     cell.wait_for_input()

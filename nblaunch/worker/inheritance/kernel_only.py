@@ -134,8 +134,8 @@ def _reject_input() -> None:
     def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard. Ask before the launch "
-            "and pass the answer as an argument. To step through the function with a debugger, launch with "
-            "engine='inline'"
+            "and pass the answer as an argument. To use a debugger, call breakpoint(), or launch with post_mortem=True "
+            "and call nblaunch.debug() after a failure"
         )
 
     builtins.input = reject
