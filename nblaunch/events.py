@@ -505,7 +505,8 @@ class JobEnded(Event):
     """The job has ended. This is its last event; ``rank`` is -1.
 
     Args:
-        outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+        outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``; ``"left"`` if a detached job continues
+            and this process no longer follows it.
         failed_rank: the rank that failed first; None = no failure.
         message: one line about the failure.
         advice: explanation of the failure, and what to do.

@@ -299,6 +299,8 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
         return replace(rank, state=WorkerState.STOPPED, failure="")
     if rank.state.is_final:
         return rank
+    if view.outcome == "left":
+        return rank
     is_done = rank.has_returned or view.outcome == "done"
     return replace(rank.without_line(), state=WorkerState.DONE if is_done else WorkerState.STOPPED)
 

@@ -447,7 +447,12 @@ def tabulate(view: JobView) -> Table:
 
 # --- text ----------------------------------------------------------------------------------------------------------
 
-_OUTCOMES = {"done": "done in", "failed": "failed after", "interrupted": "interrupted after"}
+_OUTCOMES = {
+    "done": "done in",
+    "failed": "failed after",
+    "interrupted": "interrupted after",
+    "left": "still running, no longer followed after",
+}
 
 
 def headline(view: JobView) -> str:

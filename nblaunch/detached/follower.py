@@ -292,7 +292,8 @@ class JobFollower(Job):
 
     def _leave(self) -> None:
         """Close the displays even though the job continues."""
-        self.emit(Note.of_job(f"no longer followed; nblaunch.attach({self.id!r}) follows the job again"))
+        self.emit(Note.of_job(f"nblaunch.attach({self.id!r}) follows the job again"))
+        self.emit(JobEnded(-1, time.time(), outcome="left"))
         self._close_listeners()
         self._launch_settled.set()
 

@@ -144,6 +144,7 @@ def test_each_outcome_has_its_words() -> None:
     assert headline(is_early=True) == "stopped early on request after 12 s"
     assert headline(outcome="interrupted") == "interrupted after 12 s"
     assert headline(outcome="cancelled") == "cancelled after 12 s"
+    assert headline(outcome="left") == "still running, no longer followed after 12 s"
     assert headline(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"
 
 

@@ -425,6 +425,8 @@ def test_reattaching_reuses_and_detaching_frees_resources(desk: Desk) -> None:
     assert fds <= before[1] + 1, "a folder that is open for a moment"
     kernel.wait_until(lambda: "step 9 of rank 1" in _last_update(kernel), 60, "the lines in the last cell")
     kernel.run("job.detach()")
+    kernel.wait_until(lambda: "no longer followed" in _last_update(kernel), 60, "the end of the display")
+    assert "still running" in _last_update(kernel)
     threads, fds = kernel.run(taken).value
     assert threads == before[0] - 1
     assert fds < before[1]
