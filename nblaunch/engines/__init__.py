@@ -21,9 +21,8 @@ In the launching process:
       ssh.py             hosts over ssh
       slurm.py           nodes of the Slurm allocation in which this process runs
       ray.py             nodes of a Ray cluster
-        ray_driver.py    the process that is connected to the cluster
+        ray_driver.py    the process that is connected to the cluster; its messages
         ray_actor.py     runs on each node and moves bytes
-        ray_messages.py  messages between the launching process and the driver
       command_node.py    shared by engines that start the node program with a local command
 
 On each node:
@@ -47,17 +46,9 @@ import importlib
 
 from nblaunch.engines.engine import Engine
 
-_ENGINES = {
-    "processes": ("nblaunch.engines.processes", "ProcessesEngine"),
-    "ssh": ("nblaunch.engines.ssh", "SshEngine"),
-    "ray": ("nblaunch.engines.ray", "RayEngine"),
-    "slurm": ("nblaunch.engines.slurm", "SlurmEngine"),
-}
-"""Name -> module and class; only the chosen one is imported."""
-
 
 def find(name: str) -> type[Engine]:
-    """Return the engine called ``name``."""
-    module, cls = _ENGINES[name]
-    engine: type[Engine] = getattr(importlib.import_module(module), cls)
+    """Import and return an engine by its name in ``spec.py``: ``"ssh"`` is ``SshEngine`` in ``ssh.py``."""
+    module = importlib.import_module(f"nblaunch.engines.{name}")
+    engine: type[Engine] = getattr(module, f"{name.title()}Engine")
     return engine

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from nblaunch.engines import find
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
@@ -70,8 +70,8 @@ class Nodes:
         )
         if not spec.is_on_nodes:
             raise ValueError(
-                f"engine={engine!r} does not start nodes that can be kept; valid engines are 'processes', 'ray', "
-                "'ssh' and 'slurm'"
+                f"engine={engine!r} does not start nodes that can be kept; valid engines are "
+                f"{', '.join(map(repr, get_args(NodeEngineName)))}"
             )
         self._spec = spec
         self._engine = KeptEngine(find(spec.engine)())

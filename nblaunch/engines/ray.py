@@ -23,7 +23,7 @@ from typing import Any
 
 from nblaunch import env, packages
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
-from nblaunch.engines.ray_messages import Allocated, DriverNote, DriverTask, NodeEnded
+from nblaunch.engines.ray_driver import Allocated, DriverNote, DriverTask, NodeEnded
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.start_methods.interpreter import start_program

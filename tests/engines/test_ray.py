@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.engines.ray_messages import DriverTask
+from nblaunch.engines.ray_driver import DriverTask
 from tests.engines.conftest import PREAMBLE
 from tests.kernels import Kernel
 
