@@ -3,16 +3,14 @@ from nblaunch.training.tracking.hub import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
     register_tracker_class as register_tracker_class,
 )
-from nblaunch.training.tracking.services import (
-    CometMLTracker as CometMLTracker,
-    SwanLabTracker as SwanLabTracker,
-    TrackioTracker as TrackioTracker,
-)
 from nblaunch.training.tracking.trackers import (
+    CometMLTracker as CometMLTracker,
     GeneralTracker as GeneralTracker,
     JsonlTracker as JsonlTracker,
     MLflowTracker as MLflowTracker,
+    SwanLabTracker as SwanLabTracker,
     TensorBoardTracker as TensorBoardTracker,
+    TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,
     on_main_process as on_main_process,
 )

@@ -79,9 +79,9 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "tracking": {
         "training.tracking.hub": "LOGGER_TYPE_TO_CLASS register_tracker_class",
-        "training.tracking.services": "CometMLTracker SwanLabTracker TrackioTracker",
         "training.tracking.trackers": (
-            "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker on_main_process"
+            "CometMLTracker GeneralTracker JsonlTracker MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker "
+            "WandBTracker on_main_process"
         ),
     },
     "utils": {

@@ -2,5 +2,4 @@
 
 hub.py        from ``log`` to the trackers and to the launcher
 trackers.py   experiment trackers
-services.py   trackers for Comet, SwanLab and trackio
 """

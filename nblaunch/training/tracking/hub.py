@@ -20,7 +20,6 @@ from nblaunch.events import Metric, RunTracked
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
-from nblaunch.training.tracking.services import SERVICES
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat, settings_of
 from nblaunch.training.tracking.trackers import plain as as_number
 from nblaunch.wire.channel import plain
@@ -33,9 +32,7 @@ _MAX_TEXT = 200  # characters of a string that is sent to the launcher
 _LOGGED = (int, float, str, enum.Enum)
 """The types of logged values that are sent to the launcher. Tensors with one element are converted to numbers first."""
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)
-}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
 """Name for ``log_with`` -> tracker class, including registered classes."""
 
 
