@@ -25,8 +25,17 @@ def parts(rows=192, rate=0.01, norm=False):
     data = TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1))
     return model, optimizer, DataLoader(data, 8, shuffle=True)
 
+def prepared(accelerator=None, **options):
+    accelerator = accelerator or Accelerator()
+    return accelerator, *accelerator.prepare(*parts(**options))
+
 def loss_of(model, batch):
     return (model(batch[0]) - batch[1]).pow(2).mean()
+
+def step(accelerator, model, optimizer, batch):
+    accelerator.backward(loss_of(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
 
 class Noisy(torch.utils.data.Dataset):
     "Draws noise from a generator of its own, or from one of torch's."
@@ -46,8 +55,7 @@ PATH = os.path.join(os.environ["NBLAUNCH_LOG_DIR"], "written")
 
 WRONG = {
     "gradients_not_cleared": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()  # here""",
@@ -70,15 +78,13 @@ WRONG = {
         optimizer.step()  # here
         optimizer.zero_grad()""",
     "optimizer_without_gradients=cleared": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.zero_grad()
         optimizer.step()  # here""",
     "clipping_after_step": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
@@ -86,16 +92,14 @@ WRONG = {
         optimizer.zero_grad()""",
     "clipping_after_step=torch": """
     from torch.nn.utils import clip_grad_norm_
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
         clip_grad_norm_(model.parameters(), 1.0)  # here
         optimizer.zero_grad()""",
     "clipping_after_step=value": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
@@ -131,8 +135,7 @@ WRONG = {
         optimizer.step()  # here
         optimizer.zero_grad()""",
     "replicas_differ=weights": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     if accelerator.process_index == 2:
         nn.init.ones_(accelerator.unwrap_model(model)[0].weight)
     for batch in loader:
@@ -140,8 +143,7 @@ WRONG = {
         optimizer.step()  # here
         optimizer.zero_grad()""",
     "steps_on_some_ranks": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    accelerator, model, optimizer, loader = prepared(rows=384)
     for batch in loader:
         accelerator.backward(loss_of(model, batch))  # here
         if accelerator.is_main_process:
@@ -204,12 +206,9 @@ WRONG = {
         optimizer.step()
         optimizer.zero_grad()""",
     "same_file": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(accelerator, model, optimizer, batch)
     torch.save(model.state_dict(), PATH)  # here""",
     "same_file=": """
     from safetensors.torch import save_file
@@ -227,12 +226,10 @@ WRONG = {
     import numpy
     numpy.save(PATH, numpy.ones(3))  # here""",
     "statistics_differ": """
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator, model, optimizer, loader = prepared(Accelerator(kwargs_handlers=[ddp]), norm=True)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(accelerator, model, optimizer, batch)
     model.eval()
     with torch.no_grad():
         for batch in loader:  # here
@@ -261,8 +258,7 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
 
 
 NAN = """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for number, batch in enumerate(loader, 1):
         loss = loss_of(model, batch)
         if accelerator.process_index == 2 and number == 3:
@@ -282,9 +278,7 @@ def test_the_warning_names_unused_parameters(shared: Kernel) -> None:
     model[0].unused = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(accelerator, model, optimizer, batch)
 notebook_launcher(train, num_processes=2)""",
         raises="RuntimeError",
     )
@@ -310,30 +304,23 @@ HINTS = {
     model, optimizer, loader = parts(norm=True)
     model, optimizer, loader = accelerator.prepare(model.eval(), optimizer, loader)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "loss_divided_twice": """
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared(Accelerator(gradient_accumulation_steps=4))
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch) / 4)
             optimizer.step()
             optimizer.zero_grad()""",
     "evaluation_in_train_mode": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    accelerator, model, optimizer, loader = prepared(norm=True)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(accelerator, model, optimizer, batch)
     with torch.no_grad():
         for batch in loader:
             loss_of(model, batch)""",
     "no_optimizer_steps": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.zero_grad()""",
@@ -352,14 +339,11 @@ HINTS = {
 
 
 ONE_SHARE = """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     held_out = accelerator.prepare(parts()[2])
     for epoch in range(2):
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
         model.eval()
         with torch.no_grad():
             losses = [loss_of(model, batch) for batch in held_out]
@@ -390,9 +374,7 @@ HINTS |= {
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for epoch in range(3):
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
         scheduler.step()""",
     "loaders_in_different_orders": PAIRS,
 }
@@ -429,8 +411,7 @@ RIGHT = {
         optimizer.step()
         optimizer.zero_grad()""",
     "a schedule that is computed without training, to plot it": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    accelerator, model, optimizer, loader = prepared(rows=384)
     batch = next(iter(loader))
     accelerator.backward(loss_of(model, batch))
     optimizer.step()
@@ -442,12 +423,9 @@ RIGHT = {
         schedule.step()
     optimizer.zero_grad()
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "gradients of the main process, whose weights are sent to all ranks": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    accelerator, model, optimizer, loader = prepared(rows=384)
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         if accelerator.is_main_process:
@@ -468,8 +446,7 @@ RIGHT = {
             optimizer.step()
             optimizer.zero_grad()""",
     "gradients without steps, for a look at them, and weights changed by hand": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    accelerator, model, optimizer, loader = prepared(rows=384)
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         with torch.no_grad():
@@ -495,9 +472,7 @@ RIGHT = {
     groups = [{"params": [model[0].bias], "lr": 0.0}, {"params": model[2].parameters()}]
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(groups, 0.1), loader)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "a warm-up from 0 and a decay to 0": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
@@ -509,16 +484,15 @@ RIGHT = {
         scheduler.step()
         optimizer.zero_grad()""",
     "accumulation by hand": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for number, batch in enumerate(loader, 1):
         accelerator.backward(loss_of(model, batch) / 2)
         if number % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()""",
     "accumulation with a short window, and a rate by hand": """
-    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(3, divide_by_actual=True))
-    model, optimizer, loader = accelerator.prepare(*parts())
+    windows = GradientAccumulationPlugin(3, divide_by_actual=True)
+    accelerator, model, optimizer, loader = prepared(Accelerator(gradient_accumulation_plugin=windows))
     for number, batch in enumerate(loader):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         with accelerator.accumulate(model):
@@ -528,8 +502,7 @@ RIGHT = {
             optimizer.step()
             optimizer.zero_grad()""",
     "no_sync by hand": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for number, batch in enumerate(loader):
         is_last = number % 2 == 1
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
@@ -538,23 +511,17 @@ RIGHT = {
             optimizer.step()
             optimizer.zero_grad()""",
     "an average of weights": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(accelerator, model, optimizer, batch)
         average.update_parameters(accelerator.unwrap_model(model))""",
     "evaluation between, with statistics": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    accelerator, model, optimizer, loader = prepared(norm=True)
     other = accelerator.prepare(parts()[2])
     for epoch in range(2):
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
         model.eval()
         with torch.no_grad():
             for batch in other:
@@ -573,8 +540,7 @@ RIGHT = {
         for optimizer in both:
             optimizer.zero_grad()""",
     "a closure": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         def closure():
             optimizer.zero_grad()
@@ -594,36 +560,30 @@ RIGHT = {
         for_other.zero_grad(set_to_none=number % 8 < 4)
         optimizer.zero_grad()""",
     "gradients dropped by hand": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         for parameter in model.parameters():
             parameter.grad = None
         accelerator.backward(loss_of(model, batch))
         optimizer.step()""",
     "gradients cleared by the model, before": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         model.zero_grad(set_to_none=False)
         accelerator.backward(loss_of(model, batch))
         optimizer.step()""",
     "gradients with a memory": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
         for parameter in model.parameters():
             parameter.grad.mul_(0.5)""",
     "local steps": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     with LocalSGD(accelerator, model, local_sgd_steps=4) as local:
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
             local.step()""",
     "a scheduler for epochs that is not prepared": """
     accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -633,13 +593,10 @@ RIGHT = {
     for epoch in range(4):
         for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
+                step(accelerator, model, optimizer, batch)
         scheduler.step()""",
     "clipping with torch before the step, measuring after it": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -648,21 +605,17 @@ RIGHT = {
         nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         optimizer.zero_grad()""",
     "half precision": """
-    accelerator = Accelerator(mixed_precision="fp16")
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared(Accelerator(mixed_precision="fp16"))
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()""",
     "uneven inputs": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(rows=100))
+    accelerator, model, optimizer, loader = prepared(rows=100)
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()""",
+            step(accelerator, model, optimizer, batch)""",
     "layers that a step leaves out": """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     class Heads(nn.Module):
@@ -678,8 +631,7 @@ RIGHT = {
         optimizer.step()
         optimizer.zero_grad()""",
     "two passes to a step": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         with torch.no_grad():
@@ -692,8 +644,7 @@ RIGHT = {
         optimizer.step()
         optimizer.zero_grad()""",
     "an optimizer that steps now and then": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     rare = accelerator.prepare(torch.optim.SGD(accelerator.unwrap_model(model)[2].parameters(), 0.001))
     for number, batch in enumerate(loader):
         accelerator.backward(loss_of(model, batch))
@@ -702,8 +653,7 @@ RIGHT = {
             rare.step()
         optimizer.zero_grad()""",
     "a norm that is measured after the step": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
@@ -726,34 +676,26 @@ RIGHT = {
     loader = DataLoader(loader.dataset, 8, sampler=sampler)
     for _ in range(2):  # a look, and a trial of a few steps
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
             break
     for epoch in range(5):
         sampler.set_epoch(epoch)
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()""",
+            step(accelerator, model, optimizer, batch)""",
     "samples that each rank draws by itself": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
     model, optimizer = accelerator.prepare(model, optimizer)
     torch.manual_seed(accelerator.process_index)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "a part of the data for each rank": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
     model, optimizer = accelerator.prepare(model, optimizer)
     share = range(accelerator.process_index, len(loader.dataset), accelerator.num_processes)
     for batch in DataLoader(loader.dataset, 8, sampler=list(share)):
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "a subset for each rank, in one order": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
@@ -763,9 +705,7 @@ RIGHT = {
     for shuffle in (False, True):
         torch.manual_seed(1)
         for batch in DataLoader(mine, 8, shuffle=shuffle):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()""",
+            step(accelerator, model, optimizer, batch)""",
     "a part of each batch for each rank": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
@@ -782,18 +722,14 @@ RIGHT = {
     optimizer = torch.optim.SGD([*model[2].parameters(), unused], 0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "an evaluation mode of frozen statistics only": """
     accelerator = Accelerator()
     model, optimizer, loader = parts(norm=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.unwrap_model(model)[1].eval()
     for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()""",
+        step(accelerator, model, optimizer, batch)""",
     "noise by index, from torch, and equal in an evaluation": """
     accelerator = Accelerator()
     model, optimizer, _ = parts()
@@ -803,12 +739,9 @@ RIGHT = {
         loss_of(model, batch)
     for loader in loaders[1:]:
         for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()""",
+            step(accelerator, model, optimizer, batch)""",
     "NaN that a loop leaves out, and NaN everywhere": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for epoch in range(2):
         for number, batch in enumerate(loader):
             loss = loss_of(model, batch) * (float("nan") if number % 4 == 1 or epoch else 1)
@@ -886,8 +819,7 @@ RIGHT = {
                 torch.distributed.broadcast(parameter.data, owner)
         model.zero_grad()""",
     "gradients averaged by hand": """
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator, model, optimizer, loader = prepared()
     for batch in loader:
         with accelerator.no_sync(model):
             accelerator.backward(loss_of(model, batch))
@@ -921,14 +853,10 @@ RIGHT |= {
     loaders = accelerator.prepare(*(DataLoader(data, 8, shuffle=True) for _ in range(2)), fewer)
     for others in (loaders[1:2], loaders[2:]):
         for batch, *_ in zip(loaders[0], *others):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(accelerator, model, optimizer, batch)
     for batch in DataLoader(again, 96, shuffle=True):
         for batch in loaders[0]:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()""",
+            step(accelerator, model, optimizer, batch)""",
 }
 
 
