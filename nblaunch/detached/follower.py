@@ -43,9 +43,9 @@ from nblaunch.events import AttemptStarted, Event, JobEnded, Note
 from nblaunch.host import signal_handlers
 from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.job import Job, Listener
-from nblaunch.launcher.latch import Latch
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.requests import Latch
 from nblaunch.wire import exceptions
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.pickling import payload

@@ -7,11 +7,11 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       fork_safety.py     whether the kernel can be forked
       copied_variables.py  warns about variables that every worker copies
     job.py               Job: the caller's future, with state and listeners
-      latch.py           waits that interrupts can't damage
     runner.py            JobRunner: runs a job until it ends, attempt after attempt
       joblog.py          the log files of a job; logs of old jobs are pruned at the first tick
         logtail.py       follows the files and limits their size
-      requests.py        stop, interrupt, kill, show stacks, SIGINT during a launch; read by the supervisor
+      requests.py        stop, interrupt, kill, show stacks, SIGINT during a launch; read by the supervisor; waits that
+                         interrupts can't damage
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      the wait loop until the workers have ended; reads their results
@@ -20,13 +20,12 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         unread_queues.py  saves values that ranks put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
         slow_watch.py    explains slow steps
-        span_recorder.py  records how ranks spend their time, in a file
         guardian.py      kills the workers if the kernel dies; started at the first tick
         monitor.py       reads the workers' use of memory and devices from outside
       outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
         weights.py       merges trained weights, and loads them if they fit the kernel's modules
-    timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank;
-                         draws a typical step and the slowest step of each rank
+    timeline.py          records how ranks spend their time, and converts the record for Perfetto, with traces of
+                         torch's profiler; draws a typical step and the slowest step of each rank
     debug_client.py      the debugger's client: sends commands, receives prompts, keeps failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``

@@ -21,11 +21,10 @@ from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Controls, Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
-from nblaunch.launcher.latch import Latch
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.span_recorder import recorded
-from nblaunch.launcher.timeline import Timeline, write_timeline
+from nblaunch.launcher.requests import Latch
+from nblaunch.launcher.timeline import Timeline, recorded, write_timeline
 from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology

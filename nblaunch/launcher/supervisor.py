@@ -41,8 +41,8 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.slow_watch import SlowWatch
-from nblaunch.launcher.span_recorder import SpanRecorder
 from nblaunch.launcher.store import StoreHost
+from nblaunch.launcher.timeline import SpanRecorder
 from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox

@@ -4,6 +4,12 @@
     traces of torch's profiler, one per rank ──> separate processes ─────────────────────────────┘       │
                        a picture of steps <── Timeline, the path in a notebook <─────────────────────────┘
 
+    rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
+                                                    └──> SlowWatch (slow_watch.py)
+
+The recorder writes the spans to files of the attempt. When a file is full, it replaces ``spans.before``, so the newest
+spans are kept. The job does not need the files: if they can't be written, it continues without a timeline.
+
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
 between the last slice and a backward pass is shown as the forward pass, because no hook observes the forward pass of a
 plain model. Format of the traces: ``torch.profiler.profile.export_chrome_trace``. Their times are microseconds since
@@ -17,7 +23,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
@@ -25,8 +32,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nblaunch import formatting
+from nblaunch.events import Event
+from nblaunch.launcher.attempt import RunningAttempt
+from nblaunch.launcher.joblog import LogFolder
+from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.wire.collective_calls import COLLECTIVES
-from nblaunch.wire.spans import Span, SpanKind, unpack
+from nblaunch.wire.spans import Span, SpanKind, read_blocks, to_blocks, unpack
 
 _NAMES = {
     SpanKind.DATA: "data",
@@ -353,3 +364,76 @@ def _colour(name: str) -> str:
 
 def _milliseconds(time_us: float) -> str:
     return f"{time_us / 1e3:,.1f} ms" if time_us < 1e5 else f"{time_us / 1e3:,.0f} ms"
+
+
+# --- the spans of an attempt, in files -----------------------------------------------------------------------------
+
+_MAX_FILE_BYTES = 32 << 20
+"""Maximum size of a file; two are kept. 8 ranks with 10,000 steps of 4 spans each fill a third of one."""
+
+_WRITE_S = 0.5
+_FILES = ("spans.before", "spans")
+
+
+class SpanRecorder:
+    """Collects the spans of this machine's ranks in an attempt.
+
+    Args:
+        running: the attempt.
+        watch: judges the spans as they arrive.
+    """
+
+    def __init__(self, running: RunningAttempt, watch: SlowWatch) -> None:
+        attempt = running.attempt
+        self._folder = attempt.log.attempt_path(attempt.number)
+        self._board, self._ranks = running.board, attempt.ranks
+        self._watch = watch
+        self._pending: list[bytes] = []
+        self._next_write_s = 0.0
+        self._num_bytes = 0
+        self._is_writable = True
+
+    def receive(self, event: Event) -> None:
+        """Pass an event on to the watch."""
+        self._watch.receive(event)
+
+    def collect(self, alive: Collection[int] = ()) -> None:
+        """Collect the spans since the last call."""
+        spans = {rank: data for rank in self._ranks if (data := self._board.spans(rank).read())}
+        if self._is_writable and spans:
+            self._pending.append(to_blocks(spans))
+        if time.monotonic() >= self._next_write_s:
+            self._write()
+        if alive:
+            self._watch.take(spans)
+
+    def end(self) -> None:
+        """Write the last spans."""
+        self._write()
+
+    def _write(self) -> None:
+        self._next_write_s = time.monotonic() + _WRITE_S
+        data, self._pending = b"".join(self._pending), []
+        if not data:
+            return
+        before, path = (self._folder / name for name in _FILES)
+        try:
+            if self._num_bytes and self._num_bytes + len(data) > _MAX_FILE_BYTES:
+                os.replace(path, before)
+                self._num_bytes = 0
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                self._num_bytes += os.write(fd, data)
+            finally:
+                os.close(fd)
+        except OSError:
+            self._is_writable = False
+
+
+def recorded(log: LogFolder) -> Iterator[tuple[int, bytes]]:
+    """Yield (rank, spans) for all attempts of a job; each rank's spans are sorted by end time."""
+    for attempt in log.attempts():
+        for name in _FILES:
+            path = str(log.attempt_path(attempt) / name)
+            with suppress(FileNotFoundError), open(path, "rb", opener=log.opener) as file:
+                yield from read_blocks(file)

@@ -10,10 +10,9 @@ same events through the same pipe.
 session.py       Session: the caller's object
 rank_commands.py commands to all or some ranks: code, variables
 client.py        in the kernel: sends commands and variables to the ranks, waits until they end, keeps failures
-command.py       the report of a command, collected from events, and the files for its results
 server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
-output.py        shows the output of ranks in the cell while a command runs
+output.py        collects the report and the results of a command; shows its output in the cell
 
 Once torch is used, the ranks join a process group before they run a command that goes to all of them. A command sent to
 only some ranks does not form a group; these ranks stay in the group that they joined, if any. An interrupt goes

@@ -21,8 +21,7 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.command import CommandReport
-from nblaunch.session.output import BUSY, SessionOutput
+from nblaunch.session.output import BUSY, CommandReport, SessionOutput
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.pickling import payload, pickle_errors

@@ -1,4 +1,4 @@
-"""Show the output and displays of a session's ranks in the cell that waits for them.
+"""The report of a session's command; shows its output and displays in the cell that waits for it.
 
     supervisor's thread ── events, readings ──> SessionOutput ── pump(), in the thread of the cell ──> dashboards
 
@@ -8,14 +8,17 @@ cell prints. Output that arrives between commands is kept for the next command.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from nblaunch.dashboard import Dashboard
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import (
     AttemptStarted,
     CommandEvent,
@@ -27,8 +30,9 @@ from nblaunch.events import (
     Note,
     Started,
 )
-from nblaunch.session.command import CommandReport
-from nblaunch.wire.board import SlotReading
+from nblaunch.wire import outbox
+from nblaunch.wire.board import SlotReading, create_memory_file
+from nblaunch.wire.outbox import RankResult
 
 _MAX_KEPT = 10_000
 """Maximum number of events kept between commands; threads of a rank may print at any time."""
@@ -37,6 +41,61 @@ BUSY = "the session is running another command; wait for it, or call session.int
 
 _LONG_S = 2.0
 """Seconds after which the display of a command gets a row per rank."""
+
+
+@dataclass
+class CommandReport(AttemptReport):
+    """The facts about one command of a session, collected from the events of its ranks as for an attempt.
+
+    Args:
+        number: number of the command in its session; 0 = none.
+        outboxes: rank -> memory file for its results, for all ranks that execute the command.
+        begun: ranks that have begun the command.
+        has_torch: whether a rank has imported torch.
+    """
+
+    number: int = 0
+    outboxes: dict[int, int] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    has_torch: bool = False
+
+    def add(self, event: Event) -> None:
+        """Record an event of a rank, including the end of its process."""
+        if isinstance(event, Started):
+            self.begun.add(event.rank)
+        if event.rank in self.outboxes:
+            super().add(event)
+
+    def open_outboxes(self, ranks: Iterable[int]) -> None:
+        """Create the outboxes of the ranks that execute the command.
+
+        Raises:
+            OSError: this process has no descriptors left.
+        """
+        for rank in ranks:
+            self.outboxes[rank] = create_memory_file(f"nblaunch-outbox-{rank}")
+
+    @property
+    def busy(self) -> set[int]:
+        """The ranks that have neither finished the command nor died."""
+        return self.outboxes.keys() - self.exits.keys()
+
+    @property
+    def unfinished(self) -> set[int]:
+        """The ranks that have reported neither a value nor a failure."""
+        return self.outboxes.keys() - self.returned.keys() - self.failed.keys()
+
+    def results(self) -> dict[int, RankResult]:
+        """Read the outboxes of the ranks that returned, or that sent their states after an interrupt."""
+        return {
+            rank: outbox.read(self.outboxes[rank], location, self.sent_states.get(rank, {}))
+            for rank, location in sorted(self.value_locations.items())
+        }
+
+    def close(self) -> None:
+        """Close the outboxes. Results that were read stay valid."""
+        while self.outboxes:
+            os.close(self.outboxes.popitem()[1])
 
 
 class SessionOutput:

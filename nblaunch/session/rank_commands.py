@@ -12,7 +12,7 @@ from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.debug_client import RankValues
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.session.client import SessionClient, saved_values
-from nblaunch.session.command import CommandReport
+from nblaunch.session.output import CommandReport
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, SessionCommand, SetVariables
 

@@ -24,8 +24,7 @@ from nblaunch.launcher.outcome import EndedAttempt, JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import ENDED, FailedCommand, SessionClient
-from nblaunch.session.command import CommandReport
-from nblaunch.session.output import SessionOutput, emit
+from nblaunch.session.output import CommandReport, SessionOutput, emit
 from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import (

@@ -4,8 +4,7 @@ bootstrap.py         the life of a worker: set-up, the function, results, end
 process_control.py   POSIX session, death of the parent, signals and interrupts, stacks on request
 optimizer_steps.py   optimizer steps, which interrupts never split
 inheritance/         the state that a worker inherits from the kernel, and the treatment of each kind
-libraries.py         hooks on libraries: progress, plain text, Trainers created in the notebook
-nested_launchers.py  rejects launchers of other libraries in the function
+libraries.py         hooks on libraries: progress, plain text, Trainers created in the notebook, nested launchers
 collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records collectives, with the user's lines
 user_lines.py        finds the user's line that called a hook

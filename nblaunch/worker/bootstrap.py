@@ -59,7 +59,6 @@ from nblaunch.worker import (
     file_writes,
     frames,
     libraries,
-    nested_launchers,
     open_files,
     output,
     process_control,
@@ -271,7 +270,7 @@ class _Worker:
         )
         plain_loops.watch()
         frameworks.watch(assignment.rank)
-        nested_launchers.reject(assignment.topology)
+        libraries.reject_launchers(assignment.topology)
         studies.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
@@ -335,7 +334,7 @@ class _Worker:
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
             of_names = missing_names.explain(error)
-            of_processes = (*shared_pipes.explain(error), *nested_launchers.explain(error))
+            of_processes = (*shared_pipes.explain(error), *libraries.explain_launcher(error))
             of_device = backends.find(self.assignment.backend).explain_failure(error)
             return *of_connections, *of_names, *of_processes, *of_device
         except Exception as broken:

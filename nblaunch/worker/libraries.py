@@ -25,6 +25,7 @@ from typing import Any
 
 from nblaunch import packages
 from nblaunch.host import waits
+from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot
 from nblaunch.worker.optimizer_steps import steps
 
@@ -231,3 +232,44 @@ class _Renewed:
         values[_MARK] = self._worker
         if not self._evidence or not values.keys().isdisjoint(self._evidence):
             self._renew(instance)
+
+
+# --- launchers of other libraries -------------------------------------------------------------------------------------
+
+_LIGHTNING = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
+_LIGHTNING_LAUNCHER = "{}.strategies.launchers.multiprocessing"
+_ENDED_CHILD = ("ProcessRaisedException", "ProcessExitedException")
+
+
+def reject_launchers(topology: Topology) -> None:
+    """Have Lightning's launchers of several processes raise an error in this worker, if the job has several ranks.
+
+    Otherwise each of N ranks would start N processes, which all join as this rank: they share its address and number,
+    disturb each other, and report only connections that fail.
+    """
+    if topology.world_size == 1:
+        return
+
+    def raise_error(launcher: Any) -> None:
+        raise RuntimeError(
+            f"this strategy starts processes of its own, but rank {topology.rank} is already one of the "
+            f"{topology.world_size} processes that nblaunch has started. Use strategy='ddp', with "
+            f"devices={topology.local_world_size}, instead of 'ddp_notebook', 'ddp_fork' or 'ddp_spawn'"
+        )
+
+    def watch(module: Any) -> None:
+        packages.call_before(module._MultiProcessingLauncher, "launch", raise_error)
+
+    for package in _LIGHTNING:
+        packages.observe_when_imported(_LIGHTNING_LAUNCHER.format(package), watch)
+
+
+def explain_launcher(error: BaseException) -> tuple[str, ...]:
+    """Return a sentence about the function's own processes, if one of them has failed."""
+    kind = type(error)
+    if kind.__name__ not in _ENDED_CHILD or not kind.__module__.startswith("torch.multiprocessing"):
+        return ()
+    return (
+        "the function started this process itself, with torch.multiprocessing. If it was meant to be a rank, call its "
+        "function directly: nblaunch has already started one process per rank",
+    )
