@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from nbclient import NotebookClient
 from traitlets.config import Config
 
 from nblaunch import env
-from nblaunch.dashboard.terminal import write
+from nblaunch.dashboard.terminal import LiveTable, moves_cursor, write
 
 _TABLE_PREFIX = "nblaunch-"
 """Prefix of the display ids of dashboards."""
@@ -56,10 +55,9 @@ class Screen:
         self, stream: TextIO, *, is_live: bool | None = None, clock: Callable[[], float] = monotonic
     ) -> None:
         self._stream = stream
-        self._is_live = stream.isatty() if is_live is None else is_live
+        self._live = LiveTable(stream) if (moves_cursor(stream) if is_live is None else is_live) else None
         self._clock = clock
         self._tables: dict[str, str] = {}
-        self._num_drawn = 0  # number of lines of tables at the bottom of the terminal
         self._started_line = ""  # incomplete line, held back while tables are below
         self._is_mid_line = False
         self._written: dict[str, str] = {}
@@ -74,35 +72,33 @@ class Screen:
 
     def text(self, text: str) -> None:
         """Show printed text, which may end in the middle of a line."""
-        if not self._is_live:
+        if self._live is None:
             text = without_colours(text)
-        if not self._num_drawn:
-            self._put(self._started_line + text)
-            self._started_line = ""
+        if self._live is None or not self._tables:
+            self._put(text)
             return
         lines, separator, self._started_line = (self._started_line + text).rpartition("\n")
         if separator:
-            self._erase()
-            self._put(f"{lines}\n")
-            self._draw()
+            with self._live.hidden():
+                self._put(f"{lines}\n")
 
     def table(self, name: str, text: str) -> None:
         """Show or update the table called ``name``."""
         if self._tables.get(name) == text:
             return
         self._tables[name] = text
-        if self._is_live:
-            self._erase()
-            self._draw()
+        if self._live is not None:
+            self._end_line()
+            self._live.draw_text(self._fitting)
         elif self._clock() >= self._next_s:
             self._write_tables()
             self._next_s = self._clock() + _INTERVAL_S
 
     def end_cell(self) -> None:
         """Write the final tables of the cell."""
-        if self._is_live:
+        if self._live is not None:
             # Include lines that did not fit on the terminal.
-            self._erase()
+            self._live.clear()
             self._put("".join(f"{text}\n" for text in self._tables.values()))
         else:
             self._write_tables()
@@ -118,19 +114,9 @@ class Screen:
                 self._end_line()
                 self._put(f"{text}\n")
 
-    def _draw(self) -> None:
-        self._end_line()
-        size = shutil.get_terminal_size()
-        lines = [line for text in self._tables.values() for line in text.splitlines()]
-        # Lines that wrap or scroll can't be erased.
-        lines = [line[: size.columns - 1] for line in lines][: max(1, size.lines - 2)]
-        self._put("".join(f"{line}\n" for line in lines))
-        self._num_drawn = len(lines)
-
-    def _erase(self) -> None:
-        if self._num_drawn:
-            self._emit(f"\x1b[{self._num_drawn}F\x1b[J")  # source: ECMA-48, CPL and ED
-            self._num_drawn = 0
+    def _fitting(self, width: int) -> str:
+        lines = (line for text in self._tables.values() for line in text.splitlines())
+        return "\n".join(line[:width] for line in lines)
 
     def _end_line(self) -> None:
         if self._is_mid_line:
@@ -138,12 +124,9 @@ class Screen:
 
     def _put(self, text: str) -> None:
         if text:
-            self._emit(text)
+            write(self._stream, text)
+            self._stream.flush()
             self._is_mid_line = not text.endswith("\n")
-
-    def _emit(self, text: str) -> None:
-        write(self._stream, text)
-        self._stream.flush()
 
 
 class NotebookStopped(Exception):

@@ -94,22 +94,25 @@ class LiveTable:
         LiveTable.latest = self
         self.flush_lines: Callable[[], None] = lambda: None
         self._stream = stream
-        self._view: JobView | None = None
+        self._render: Callable[[int], str] | None = None
         self._live: Live | None = None
 
     def draw(self, view: JobView) -> None:
         """Show the progress of a job."""
+        self.draw_text(lambda width: render_text(view, paint=paint, width=width, is_live=True))
+
+    def draw_text(self, render: Callable[[int], str]) -> None:
+        """Show the text that ``render`` returns for the width of the terminal, cut to the height of the terminal."""
         from rich.text import Text  # rich takes 100 ms and is only for terminals
 
-        self._view = view
+        self._render = render
         live = self._live or self._start()
         live.console.size = size = size_of(self._to)
-        text = render_text(view, paint=paint, width=size[0], is_live=True)
-        live.update(Text.from_ansi(encodable(self._to, text)), refresh=True)
+        live.update(Text.from_ansi(encodable(self._to, render(size[0]))), refresh=True)
 
     def clear(self) -> None:
         """Remove the table; the cursor is then at the beginning of an empty line."""
-        self._view = None
+        self._render = None
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -117,13 +120,13 @@ class LiveTable:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Hide the table while the block writes whole lines to the terminal."""
-        view = self._view
+        render = self._render
         self.clear()
         try:
             yield
         finally:
-            if view is not None:
-                self.draw(view)
+            if render is not None:
+                self.draw_text(render)
 
     @property
     def _to(self) -> TextIO:

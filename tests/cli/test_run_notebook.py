@@ -16,7 +16,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
 from nblaunch import cli
-from tests.cli.terminal import Emulator, run_in_terminal
+from tests.terminal import Emulator, run_in_terminal
 
 LAUNCH = """
 import time
@@ -57,8 +57,8 @@ def test_processes_make_progress_in_the_terminal(tmp_path: Path) -> None:
     code, written = run_in_terminal([*PROGRAM, str(notebook), "--output", str(tmp_path / "out.ipynb")])
     assert code == 0, written
     emulator, steps = Emulator(), {0: set(), 1: set()}  # type: ignore[var-annotated]
-    for piece in re.split(r"(?<=\n)(?=\x1b)", written):
-        emulator.feed(piece)
+    for piece in re.split(r"(?=\r\x1b)", written):
+        emulator.write(piece)
         for rank, step in re.findall(r"^ +([01]) .*?(\d+)/40\b", emulator.text, re.MULTILINE):
             steps[int(rank)].add(int(step))
     assert all(len(seen) >= 3 for seen in steps.values()), steps

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from nblaunch.cli.notebook_client import Screen
-from tests.cli.terminal import Emulator
+from tests.terminal import Emulator
 
 
 class Terminal(io.StringIO):
@@ -18,18 +18,17 @@ class Terminal(io.StringIO):
         self.emulator = Emulator()
 
     def write(self, text: str) -> int:
-        self.emulator.feed(text)
+        self.emulator.write(text)
         return super().write(text)
 
     @property
     def shown(self) -> list[str]:
-        return self.emulator.lines
+        return self.emulator.text.splitlines()
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setenv("LINES", "8")
+def terminal() -> Terminal:
+    """Return a terminal of the default size, 80 columns and 24 lines."""
     return Terminal()
 
 
@@ -37,16 +36,16 @@ def test_lines_scroll_above_the_table(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     screen.heading("[1/1] train()")
     screen.table("nblaunch-1", "0 step 1\n1 step 1")
-    assert terminal.shown == ["[1/1] train()", "0 step 1", "1 step 1", ""]
+    assert terminal.shown == ["[1/1] train()", "0 step 1", "1 step 1"]
     screen.text("loss 3\nloss")
-    assert terminal.shown == ["[1/1] train()", "loss 3", "0 step 1", "1 step 1", ""]
+    assert terminal.shown == ["[1/1] train()", "loss 3", "0 step 1", "1 step 1"]
     screen.table("nblaunch-1", "0 step 2\n1 step 2\ntwo done")
     screen.text(" 2\n")
-    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "0 step 2", "1 step 2", "two done", ""]
+    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "0 step 2", "1 step 2", "two done"]
     screen.table("nblaunch-1", "done")
     screen.end_cell()
     screen.text("after\n")
-    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "done", "after", ""]
+    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "done", "after"]
 
 
 def test_an_unfinished_line_is_not_lost(terminal: Terminal) -> None:
@@ -57,9 +56,9 @@ def test_an_unfinished_line_is_not_lost(terminal: Terminal) -> None:
     screen.text("\n")
     screen.table("nblaunch-1", "table")
     screen.text("half a line")
-    assert terminal.shown == ["no table yet: 10%", "table", ""]
+    assert terminal.shown == ["no table yet: 10%", "table"]
     screen.end_cell()
-    assert terminal.shown == ["no table yet: 10%", "table", "half a line", ""]
+    assert terminal.shown == ["no table yet: 10%", "table", "half a line"]
 
 
 def test_a_table_after_an_unfinished_line_gets_its_own_line(terminal: Terminal) -> None:
@@ -67,20 +66,20 @@ def test_a_table_after_an_unfinished_line_gets_its_own_line(terminal: Terminal) 
     screen.text("half")
     screen.table("nblaunch-1", "table")
     screen.table("nblaunch-1", "table 2")
-    assert terminal.shown == ["half", "table 2", ""]
+    assert terminal.shown == ["half", "table 2"]
     screen.heading("next cell")
     screen.text("half again")
     screen.heading("another")
-    assert terminal.shown == ["half", "table 2", "next cell", "half again", "another", ""]
+    assert terminal.shown == ["half", "table 2", "next cell", "half again", "another"]
 
 
 def test_only_live_lines_are_cut(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
-    rows = [f"{rank:2} " + "x" * 30 for rank in range(12)]
+    rows = [f"{rank:2} " + "x" * 100 for rank in range(30)]
     screen.table("nblaunch-1", "\n".join(rows))
-    assert terminal.shown == [row[:19] for row in rows[:6]] + [""]
+    assert terminal.shown == [*(row[:80] for row in rows[:23]), "...".rjust(41)]
     screen.end_cell()
-    assert terminal.shown == [*rows, ""]
+    assert terminal.shown == rows
 
 
 def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
@@ -88,7 +87,7 @@ def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
     screen.table("nblaunch-1", "one")
     screen.table("nblaunch-2", "two")
     screen.table("nblaunch-1", "one again")
-    assert terminal.shown == ["one again", "two", ""]
+    assert terminal.shown == ["one again", "two"]
 
 
 def test_a_file_gets_few_tables_including_the_last() -> None:

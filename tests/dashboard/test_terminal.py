@@ -25,6 +25,7 @@ from nblaunch.dashboard.terminal import LiveTable, TextDashboard, has_colour
 from nblaunch.dashboard.text import render_text
 from nblaunch.events import HostMemory, LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
+from tests.terminal import Emulator
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 100
@@ -44,54 +45,6 @@ def train():
 
 notebook_launcher(train, num_processes=2, backend="cpu")
 """
-
-
-class Screen:
-    """The screen of a terminal, which understands the cursor movements of rich and of our own line."""
-
-    def __init__(self) -> None:
-        self.lines = [""]
-        self.num_controls = 0
-        self.colours: set[int] = set()
-        self.is_cursor_hidden = False
-        self._row = self._column = 0
-        self._rest = ""
-
-    def write(self, text: str) -> None:
-        text = self._rest + text
-        cut_short = re.search(r"\x1b(\[[\d;?]*)?$", text)
-        self._rest = cut_short[0] if cut_short else ""
-        for part in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|[^\x1b]", text.removesuffix(self._rest)):
-            if part.startswith("\x1b["):
-                self.num_controls += 1
-                self._control(part[2:-1], part[-1])
-            elif part == "\r":
-                self._column = 0
-            elif part == "\n":
-                self._row, self._column = self._row + 1, 0
-                self.lines += [""] * (self._row + 1 - len(self.lines))
-            else:
-                line = self.lines[self._row].ljust(self._column)
-                self.lines[self._row] = line[: self._column] + part + line[self._column + 1 :]
-                self._column += 1
-
-    def _control(self, arguments: str, name: str) -> None:
-        if name == "A":
-            self._row -= int(arguments or 1)
-            assert self._row >= 0
-        elif name == "K":
-            assert arguments == "2"
-            self.lines[self._row] = ""
-        elif name == "m":
-            self.colours |= {int(number) for number in arguments.split(";") if number}
-        else:
-            assert arguments in ("?25", "?2004"), (arguments, name)  # readline writes the latter
-            if arguments == "?25":
-                self.is_cursor_hidden = name == "l"
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +89,7 @@ def _is_whole(data: bytes) -> bool:
 
 
 def test_progress_is_redrawn_and_lines_scroll_by_above_it() -> None:
-    screen, clock, seen = Screen(), Clock(), set()
+    screen, clock, seen = Emulator(), Clock(), set()
     with terminal() as (user, stream):
         live = LiveTable(stream)
         lines = LinesPrinter(stream=stream, live=live, clock=clock)
@@ -216,7 +169,7 @@ def test_narrow_terminal_omits_columns_instead_of_cutting_cells(width: int) -> N
 def test_the_last_table_has_the_columns_of_the_live_one(width: int) -> None:
     memory = [HostMemory(rank, START_S + 10, 812_000_000) for rank in range(2)]
     view = view_of(memory, trained(2))
-    screen, clock = Screen(), Clock()
+    screen, clock = Emulator(), Clock()
     with terminal(width) as (user, stream):
         live = LiveTable(stream)
         live.draw(view)
@@ -255,7 +208,7 @@ def test_the_last_table_uses_the_files_encoding() -> None:
 
 
 def test_a_live_table_uses_the_terminals_encoding() -> None:
-    screen = Screen()
+    screen = Emulator()
     with terminal(encoding="ascii") as (user, stream):
         live = LiveTable(stream)
         live.draw(view_of(started(2, function_name="entraîner")))
@@ -265,7 +218,7 @@ def test_a_live_table_uses_the_terminals_encoding() -> None:
 
 
 def test_tall_tables_are_cut() -> None:
-    screen = Screen()
+    screen = Emulator()
     with terminal() as (user, stream):
         live = LiveTable(stream)
         view = view_of([raised(rank, f"failure {rank}") for rank in range(16)], trained(16))
@@ -352,7 +305,7 @@ notebook_launcher(train, num_processes=1, backend="cpu")
 
 @pytest.mark.timeout(90)
 def test_debugger_prompts_below_output_without_table(tmp_path: Path) -> None:
-    script, screen = tmp_path / "train.py", Screen()
+    script, screen = tmp_path / "train.py", Emulator()
     script.write_text(BREAKS)
     with terminal() as (user, stream):
         process = subprocess.Popen(
@@ -381,18 +334,18 @@ def test_debugger_prompts_below_output_without_table(tmp_path: Path) -> None:
 
 
 def _read_until(
-    condition: Callable[[], bool], screen: Screen, user: int, process: subprocess.Popen[bytes]
+    condition: Callable[[], bool], screen: Emulator, user: int, process: subprocess.Popen[bytes]
 ) -> None:
     while not condition():
         assert process.poll() is None or select.select([user], [], [], 0)[0], screen.text
         screen.write(read(user, 0.1))
 
 
-def _run_script(tmp_path: Path) -> tuple[Screen, list[str]]:
+def _run_script(tmp_path: Path) -> tuple[Emulator, list[str]]:
     """Run the script in a terminal; return the final screen and earlier ones."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    screen, seen = Screen(), []
+    screen, seen = Emulator(), []
     with terminal() as (user, stream):
         process = subprocess.Popen(
             [sys.executable, str(script)],
@@ -409,7 +362,7 @@ def _run_script(tmp_path: Path) -> tuple[Screen, list[str]]:
     return screen, seen
 
 
-def _assert_ended(screen: Screen) -> None:
+def _assert_ended(screen: Emulator) -> None:
     rows = screen.text.splitlines()
     assert [line for line in rows if line.startswith("[")].count("[1] at 30") == 1
     first = next(index for index, line in enumerate(rows) if line.startswith("train: done in"))
