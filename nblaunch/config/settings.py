@@ -49,25 +49,18 @@ def _compilers() -> tuple[str, ...]:
 
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
-    "devices": (("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, such as 0,2"),),
+    "devices": (
+        ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, such as 0,2"),
+    ),
     "training": (
         ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
-        (
-            "strategy",
-            Choice(STRATEGIES),
-            "auto",
-            "how several processes train a model; auto = data parallel (ddp)",
-        ),
+        ("strategy", Choice(STRATEGIES), "auto", "how several processes train a model; auto = data parallel (ddp)"),
         ("downcast_bf16", Switch(), False, "TPU with bf16: store float as bfloat16 and double as float32"),
         ("debug", Switch(), False, "compare shapes across ranks in every collective"),
     ),
     "dynamo_config": (
-        (
-            "dynamo_backend",
-            Choice(_compilers(), "NAME"),
-            "no",
-            "compile models with this torch.compile backend, such as inductor",
-        ),
+        ("dynamo_backend", Choice(_compilers(), "NAME"), "no",
+         "compile models with this torch.compile backend, such as inductor"),
         ("dynamo_mode", Choice(DYNAMO_MODES), None, "what compilation optimises for"),
         ("dynamo_use_fullgraph", Switch(), False, "compile models without graph breaks, or fail"),
         ("dynamo_use_dynamic", Switch(), None, "compile for dynamic shapes; default: torch decides"),
@@ -76,63 +69,27 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "fp8_config": (
         ("fp8_backend", Choice(("AO",)), None, "the library: torchao"),
         ("fp8_pad_inner_dim", Flag(), None, "pad matrices to multiples of 16; default: true"),
-        (
-            "fp8_enable_fsdp_float8_all_gather",
-            Flag(),
-            None,
-            "gather sharded weights in fp8; default: true",
-        ),
+        ("fp8_enable_fsdp_float8_all_gather", Flag(), None, "gather sharded weights in fp8; default: true"),
     ),
     "fsdp_config": (
-        (
-            "fsdp_version",
-            Choice(("1", "2")),
-            "2",
-            "1 or 2; nblaunch always uses version 2 (fully_shard)",
-        ),
+        ("fsdp_version", Choice(("1", "2")), "2", "1 or 2; nblaunch always uses version 2 (fully_shard)"),
         ("fsdp_reshard_after_forward", FlagOrName(), None, "free gathered weights after the forward pass"),
         ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
-        (
-            "fsdp_auto_wrap_policy",
-            Choice(WRAP_POLICIES),
-            None,
-            "how to choose the submodules that are sharded as units",
-        ),
-        (
-            "fsdp_transformer_layer_cls_to_wrap",
-            Text("CLASS,..."),
-            None,
-            "classes of blocks, for TRANSFORMER_BASED_WRAP",
-        ),
+        ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None,
+         "how to choose the submodules that are sharded as units"),
+        ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None,
+         "classes of blocks, for TRANSFORMER_BASED_WRAP"),
         ("fsdp_min_num_params", Whole(0), None, "minimum number of parameters, for SIZE_BASED_WRAP"),
-        (
-            "fsdp_state_dict_type",
-            Choice(STATE_DICT_TYPES),
-            None,
-            "weights in checkpoints: full, or one shard per rank",
-        ),
+        ("fsdp_state_dict_type", Choice(STATE_DICT_TYPES), None,
+         "weights in checkpoints: full, or one shard per rank"),
         ("fsdp_cpu_ram_efficient_loading", Flag(), None, "load the pretrained weights only on rank 0"),
         ("fsdp_activation_checkpointing", Flag(), None, "recompute activations instead of storing them"),
-        (
-            "fsdp_activation_checkpointing_offload",
-            Flag(),
-            None,
-            "store the inputs of recomputed blocks in host memory",
-        ),
-        (
-            "fsdp_sharding_strategy",
-            Text("NAME"),
-            None,
-            "as in version 1: FULL_SHARD, SHARD_GRAD_OP, ...",
-        ),
+        ("fsdp_activation_checkpointing_offload", Flag(), None,
+         "store the inputs of recomputed blocks in host memory"),
+        ("fsdp_sharding_strategy", Text("NAME"), None, "as in version 1: FULL_SHARD, SHARD_GRAD_OP, ..."),
     ),
     "deepspeed_config": (
-        (
-            "deepspeed_config_file",
-            Text("FILE"),
-            None,
-            "DeepSpeed's JSON file, instead of the options below",
-        ),
+        ("deepspeed_config_file", Text("FILE"), None, "DeepSpeed's JSON file, instead of the options below"),
         ("zero_stage", Whole(0, 3), None, "1 shards optimizer states, 2 also gradients, 3 also parameters"),
         ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where to store optimizer states"),
         ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where to store parameters (stage 3)"),
@@ -143,60 +100,23 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),
     "parallelism_config": (
-        (
-            "use_parallelism_config",
-            Switch(),
-            False,
-            "combine forms of parallelism; implied by any size below",
-        ),
-        (
-            "parallelism_config_dp_replicate_size",
-            Whole(1),
-            None,
-            "number of replicas of the model; each reads different data",
-        ),
-        (
-            "parallelism_config_dp_shard_size",
-            Whole(1),
-            None,
-            "number of processes that share a replica (FSDP2)",
-        ),
-        (
-            "parallelism_config_tp_size",
-            Whole(1),
-            None,
-            "number of processes that compute each layer together",
-        ),
+        ("use_parallelism_config", Switch(), False, "combine forms of parallelism; implied by any size below"),
+        ("parallelism_config_dp_replicate_size", Whole(1), None,
+         "number of replicas of the model; each reads different data"),
+        ("parallelism_config_dp_shard_size", Whole(1), None, "number of processes that share a replica (FSDP2)"),
+        ("parallelism_config_tp_size", Whole(1), None, "number of processes that compute each layer together"),
         ("parallelism_config_cp_size", Whole(1), None, "number of processes that share a sequence"),
         ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are sharded"),
-        (
-            "parallelism_config_cp_comm_strategy",
-            Choice(("allgather", "alltoall")),
-            None,
-            "how processes that share a sequence exchange keys and values",
-        ),
-        (
-            "parallelism_config_sp_size",
-            Whole(1),
-            None,
-            "only 1: DeepSpeed's sequence parallelism is not available",
-        ),
+        ("parallelism_config_cp_comm_strategy", Choice(("allgather", "alltoall")), None,
+         "how processes that share a sequence exchange keys and values"),
+        ("parallelism_config_sp_size", Whole(1), None, "only 1: DeepSpeed's sequence parallelism is not available"),
     ),
     "running": (
-        (
-            "dashboard",
-            Choice(("text", "none")),
-            "text",
-            "text = progress lines and a final table on stderr",
-        ),
-        (
-            "stop_grace_s",
-            Number(0.0),
-            20.0,
-            "seconds that ranks have after SIGTERM to save a checkpoint, before they are interrupted",
-        ),
+        ("dashboard", Choice(("text", "none")), "text", "text = progress lines and a final table on stderr"),
+        ("stop_grace_s", Number(0.0), 20.0,
+         "seconds that ranks have after SIGTERM to save a checkpoint, before they are interrupted"),
     ),
-}
+}  # fmt: skip
 
 
 def _settings() -> Iterator[Setting]:
