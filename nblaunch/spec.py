@@ -232,28 +232,18 @@ class LaunchSpec:
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     num_processes: int | None = _set(
-        None,
-        Whole(1),
-        "total number of processes on all machines; default: one per device",
+        None, Whole(1), "total number of processes on all machines; default: one per device",
         group="processes",
-    )
+    )  # fmt: skip
     backend: str = _set("auto", None, "device family; auto = the best one on this machine", group="devices")
     threads_per_process: int | None = _set(
-        None,
-        Whole(1),
-        "CPU threads per process; default: cores / processes",
-        group="processes",
-        option="num_cpu_threads_per_process",
-        needs_workers=True,
-    )
+        None, Whole(1), "CPU threads per process; default: cores / processes",
+        group="processes", option="num_cpu_threads_per_process", needs_workers=True,
+    )  # fmt: skip
     start_method: str = _set(
-        "auto",
-        Choice(START_METHODS),
-        "how processes start; default for scripts: spawn",
-        group="processes",
-        option_default=None,
-        needs_workers=True,
-    )
+        "auto", Choice(START_METHODS), "how processes start; default for scripts: spawn",
+        group="processes", option_default=None, needs_workers=True,
+    )  # fmt: skip
     engine: str = _set("auto", Choice(get_args(EngineName)))
     hosts: Sequence[str] = _set((), Names(), engines=("ssh",))
     resources_per_node: Mapping[str, float] | None = _set(None, Amounts(), engines=("ray",))
@@ -266,30 +256,20 @@ class LaunchSpec:
         0, Whole(0), "rank of this machine, counted from 0", group="machines", option="machine_rank"
     )
     master_addr: str = _set(
-        "127.0.0.1",
-        Text("ADDRESS", "127.0.0.1"),
-        "address of machine 0; default on one machine: 127.0.0.1",
-        group="machines",
-        option="main_process_ip",
-        option_default=None,
-    )
+        "127.0.0.1", Text("ADDRESS", "127.0.0.1"), "address of machine 0; default on one machine: 127.0.0.1",
+        group="machines", option="main_process_ip", option_default=None,
+    )  # fmt: skip
     master_port: int | None = _set(
-        None,
-        Whole(0, 65535),
-        "port of machine 0; default on one machine: a free one",
-        group="machines",
-        option="main_process_port",
-    )
+        None, Whole(0, 65535), "port of machine 0; default on one machine: a free one",
+        group="machines", option="main_process_port",
+    )  # fmt: skip
     rdzv_backend: str = _set(
         "static", Choice(get_args(RendezvousBackend)), "how machines find each other", group="machines"
     )
     rdzv_endpoint: str = _set(
-        "",
-        Text("HOST:PORT", "host:29400"),
-        "address of the c10d rendezvous; default: machine 0",
-        group="machines",
-        option_default=None,
-    )
+        "", Text("HOST:PORT", "host:29400"), "address of the c10d rendezvous; default: machine 0",
+        group="machines", option_default=None,
+    )  # fmt: skip
     rdzv_conf: Mapping[str, Any] | None = _set(
         None, RendezvousSettings(), "further settings of the rendezvous", group="machines"
     )
@@ -300,12 +280,9 @@ class LaunchSpec:
         "none", Text("NAME"), "name of the job, if a rendezvous serves several", group="machines"
     )
     max_restarts: int = _set(
-        0,
-        Whole(0),
-        "how many times to restart all processes after a failure",
-        group="machines",
-        needs_workers=True,
-    )
+        0, Whole(0), "how many times to restart all processes after a failure",
+        group="machines", needs_workers=True,
+    )  # fmt: skip
     mixed_precision: str = _set(
         "no", Choice(MIXED_PRECISIONS), "precision of the forward pass", group="training"
     )
@@ -317,26 +294,17 @@ class LaunchSpec:
         not_detached="log_dir: nblaunch.jobs() looks in a single folder; set NBLAUNCH_LOG_DIR to choose it",
     )
     log_line_prefix_template: str | None = _set(
-        None,
-        Text("TEMPLATE", "[${rank}] "),
-        "label of printed lines, such as '[${rank}] '",
-        group="running",
-        is_of_start=False,
-    )
+        None, Text("TEMPLATE", "[${rank}] "), "label of printed lines, such as '[${rank}] '",
+        group="running", is_of_start=False,
+    )  # fmt: skip
     hang_timeout_s: float | None = _set(
-        300.0,
-        Number(0.001, is_optional=True),
-        "seconds without progress before stacks are shown",
-        group="running",
-        needs_workers=True,
-    )
+        300.0, Number(0.001, is_optional=True), "seconds without progress before stacks are shown",
+        group="running", needs_workers=True,
+    )  # fmt: skip
     on_hang: str = _set(
-        "report",
-        Choice(get_args(HangPolicy)),
-        "report a hang, or report it and stop the job",
-        group="running",
-        needs_workers=True,
-    )
+        "report", Choice(get_args(HangPolicy)), "report a hang, or report it and stop the job",
+        group="running", needs_workers=True,
+    )  # fmt: skip
     interrupt_grace_s: float = _set(
         5.0, Number(0.0), "seconds that finally blocks have between Ctrl-C and the kill", group="running"
     )
