@@ -65,7 +65,7 @@ def collect() -> tuple[Report, list[str], list[str]]:
     has_torch = not problem
     if has_torch:
         try:
-            plan = plan_launch(LaunchSpec(function=_nothing))
+            plan = plan_launch(LaunchSpec(function=int))  # it is only planned
         except (ValueError, RuntimeError) as error:
             problem = f"a launch is not possible: {error}"
     # Why the devices of a backend can't be used; None if they can.
@@ -250,7 +250,3 @@ def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
             f"only {files} files may be open at the same time (ulimit -n), but {needed} may be needed; run ulimit "
             "-n 4096"
         )
-
-
-def _nothing() -> None:
-    """Do nothing; the planned launch needs a function."""

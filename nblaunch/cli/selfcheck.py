@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(backend: str, num_processes: int | None, start_method: str) -> tuple[LaunchSpec, LaunchPlan]:
-    """Return a launch on this machine that does nothing, and its plan.
+    """Return a launch on this machine, to which each check adds its function, and its plan.
 
     Raises:
         UsageError: the launch is not possible on this machine.
@@ -85,7 +85,7 @@ def _plan(backend: str, num_processes: int | None, start_method: str) -> tuple[L
         if num_processes is None and chosen.is_oversubscribable:
             num_processes = min(_MAX_CPU_PROCESSES, max(2, chosen.device_count()))
         spec = LaunchSpec(
-            function=_nothing, num_processes=num_processes, backend=backend, start_method=start_method
+            function=int, num_processes=num_processes, backend=backend, start_method=start_method
         )
         return spec, plan_launch(spec)
     except (ValueError, RuntimeError) as error:
@@ -115,7 +115,3 @@ def _verdict(failed: list[str]) -> str:
         f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and the output of "
         "`nblaunch env`"
     )
-
-
-def _nothing() -> None:
-    """Do nothing; the planned launch needs a function."""

@@ -67,7 +67,7 @@ class Channel:
         self._is_skipping = skips_to_mark
         self._arrived = bytearray()
         self._waiting: deque[memoryview] = deque()
-        self._backlog = 0
+        self.backlog = 0  # bytes in the send queue
         self._bulk: Iterator[Any] = iter(())
         self._num_sent = self._num_received = 0
         os.set_blocking(reading_fd, False)
@@ -76,14 +76,9 @@ class Channel:
     # --- sending -------------------------------------------------------------------------------------------------
 
     @property
-    def backlog(self) -> int:
-        """Number of bytes in the send queue."""
-        return self._backlog
-
-    @property
     def is_full(self) -> bool:
         """Whether the send queue is so long that large parts should wait."""
-        return self._backlog >= _FULL_BYTES
+        return self.backlog >= _FULL_BYTES
 
     def send(self, *messages: Any) -> None:
         """Append messages under one seal to the send queue; without messages, do nothing."""
@@ -111,7 +106,7 @@ class Channel:
 
     def _queue(self, data: bytes) -> None:
         self._waiting.append(memoryview(data))
-        self._backlog += len(data)
+        self.backlog += len(data)
 
     def flush(self) -> None:
         """Send as much as possible without blocking. If the other end was closed, drop everything."""
@@ -128,10 +123,10 @@ class Channel:
                 return
             except OSError:  # the end of file follows and gives the reason
                 self._waiting.clear()
-                self._backlog = 0
+                self.backlog = 0
                 self._bulk = iter(())
                 return
-            self._backlog -= count
+            self.backlog -= count
             if count == len(view):
                 self._waiting.popleft()
             else:

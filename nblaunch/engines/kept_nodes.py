@@ -61,7 +61,7 @@ class Nodes:
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         spec = LaunchSpec(
-            function=_nothing,
+            function=int,  # any: launches bring their own
             engine=engine,
             num_nodes=num_nodes,
             hosts=hosts,
@@ -89,7 +89,7 @@ class Nodes:
         Raises:
             ValueError: a setting has a different value.
         """
-        defaults = LaunchSpec(function=_nothing)
+        defaults = LaunchSpec(function=int)
         for name, value in given.items():
             value = tuple(value) if isinstance(value, list) else value
             if value not in (getattr(defaults, name), getattr(self._spec, name)):
@@ -198,7 +198,3 @@ class KeptEngine(Engine):
 
 
 _never_collected: list[KeptEngine] = []
-
-
-def _nothing() -> None:
-    """Do nothing: a placeholder for the function of a later launch."""

@@ -40,32 +40,10 @@ _LOOK_S = 0.5
 """Seconds between checks in a thread that waits, without a time limit, for a job to end."""
 
 _FOR_USERS = [
-    "attempt",
-    "cancel",
-    "compare",
-    "detach",
-    "exception",
-    "id",
-    "inspect",
-    "interrupt",
-    "is_running",
-    "load_weights",
-    "log_dir",
-    "logs",
-    "metrics",
-    "num_processes",
-    "pids",
-    "ranks",
-    "release",
-    "result",
-    "results",
-    "stacks",
-    "status",
-    "stop",
-    "timeline",
-    "wait",
-    "weights",
-]
+    "attempt", "cancel", "compare", "detach", "exception", "id", "inspect", "interrupt", "is_running",
+    "load_weights", "log_dir", "logs", "metrics", "num_processes", "pids", "ranks", "release", "result",
+    "results", "stacks", "status", "stop", "timeline", "wait", "weights",
+]  # fmt: skip
 """The names that ``job.<Tab>`` offers. The launcher, dashboards and the debugger use the other public names."""
 
 

@@ -37,20 +37,8 @@ _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
 
 _OPENERS = frozenset(
-    {
-        "IPython",
-        "PIL",
-        "codecs",
-        "gzip",
-        "logging",
-        "matplotlib",
-        "numpy",
-        "pandas",
-        "pathlib",
-        "tarfile",
-        "zipfile",
-    }
-)
+    ("IPython", "PIL", "codecs", "gzip", "logging", "matplotlib", "numpy", "pandas", "pathlib", "tarfile", "zipfile")
+)  # fmt: skip
 """Top-level packages that open files only to write what the user passes to them. Transformers also opens
 files of its own, so it is left out."""
 

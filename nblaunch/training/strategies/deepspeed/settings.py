@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.backends.base import Backend
+from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
 from nblaunch.training.strategies.deepspeed.config import AUTO, HfDeepSpeedConfig, get, put, set_or_check
 
@@ -212,7 +213,7 @@ class DeepSpeedSettings:
         Raises:
             ValueError: the precision is unknown, or the configuration enables the other 16-bit format.
         """
-        check_choice("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
+        check_choice("mixed_precision", mixed_precision, MIXED_PRECISIONS)
         asked = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
         for name in ("fp16", "bf16"):
             if asked not in ("no", name) and str(self.get_value(f"{name}.enabled")).lower() == "true":
