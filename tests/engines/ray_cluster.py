@@ -32,14 +32,8 @@ class RayCluster:
 
     def raylet(self) -> int:
         """Return the process of the raylet that is not the head's."""
-        found = [
-            one.pid
-            for one in psutil.Process(self.process.pid).children(recursive=True)
-            if one.name() == "raylet"
-            and one.status() != psutil.STATUS_ZOMBIE
-            and "--head" not in one.cmdline()
-        ]
-        (raylet,) = found
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        (raylet,) = [process.pid for process in processes if _is_raylet_of_a_node(process)]
         return raylet
 
     def add_node(self) -> None:
@@ -50,6 +44,17 @@ class RayCluster:
         self.process.stdin.flush()
         while self.process.stdout.readline() not in ("ADDED\n", ""):
             pass
+
+
+def _is_raylet_of_a_node(process: psutil.Process) -> bool:
+    try:
+        return (
+            process.name() == "raylet"
+            and process.status() != psutil.STATUS_ZOMBIE
+            and "--head" not in process.cmdline()
+        )
+    except psutil.NoSuchProcess:  # Ray's short-lived helpers end while this looks at them
+        return False
 
 
 @contextmanager
