@@ -1,4 +1,4 @@
-"""Ties a contract test to a row of the table in docs/how-a-launch-works.md, and runs it under every start method.
+"""Ties a contract test to a row of the tables in docs/what-a-worker-inherits.md, and runs it under every start method.
 
 @contract("environment variables")
 def test_the_environment_is_the_kernels(kernel: Kernel, start_method: str) -> None: ...
@@ -21,7 +21,7 @@ covered: set[str] = set()
 
 
 def contract(kind: str, *, is_slow: bool = False) -> Callable[[Any], Any]:
-    """Return a decorator for the test of the row ``kind`` of the table; the test takes ``start_method``.
+    """Return a decorator for the test of the row ``kind`` of the tables; the test takes ``start_method``.
 
     Args:
         kind: name of the row.
