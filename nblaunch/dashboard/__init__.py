@@ -7,6 +7,7 @@ fold.py            updates the view of the job after each event or reading
 view.py            JobView: the state of a job as it is shown
 rates.py           rates of a rank over the last seconds, and forecasts from them
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
+columns.py         its columns: when each appears, and its text for a rank and for the whole job
 result.py          how a job ended: its figures, whether all ranks did the same, its failures
 notices.py         slow and stalled ranks, non-finite losses; sets the rate of a stopped rank to 0
 text.py            the table as text, and the progress in one line

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from nblaunch.dashboard.charts import charts
+from nblaunch.dashboard.columns import COLUMNS, full_length
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import (
     BAD,
@@ -30,7 +31,7 @@ from nblaunch.dashboard.palette import (
     shape_of,
 )
 from nblaunch.dashboard.result import Failure
-from nblaunch.dashboard.table import EpochTable, Row, Table, full_length, tabulate
+from nblaunch.dashboard.table import EpochTable, Row, Table, tabulate
 from nblaunch.dashboard.text import Tail, render_text, shows_rows
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
@@ -297,10 +298,7 @@ def _tail(tail: Tail, *, is_live: bool) -> str:
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-# Columns start at the width of their usual text, measured in digits, so that they do not move as numbers grow.
-_WIDTHS = {
-    "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
-}  # fmt: skip
+_STATE_WIDTH = 20  # in digits, like the usual widths of the other columns
 
 
 def rows_html(table: Table, markup: Markup = INLINE) -> str:
@@ -310,7 +308,8 @@ def rows_html(table: Table, markup: Markup = INLINE) -> str:
     heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
     heads += [(name, "right") for name in table.columns]
     heads += [("output", "left")] if any(row.detail for row in table.rows) else []
-    widths = {name: f"min-width:{number}ch" for name, number in _WIDTHS.items()}
+    numbers = {"state": _STATE_WIDTH, **{name: column.usual_width for name, column in COLUMNS.items()}}
+    widths = {name: f"min-width:{number}ch" for name, number in numbers.items()}
     if trains:
         at = table.columns.index("step")
         widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in table.rows)}ch"

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple
 
 from nblaunch import formatting
+from nblaunch.dashboard.columns import COLUMNS, WholeJob, furthest_behind, used_columns
 from nblaunch.dashboard.notices import (
     JobStall,
     Notice,
@@ -43,8 +43,6 @@ HEAD_LINES = 500
 
 _NO_PROGRESS = "no progress"
 _CUT_OFF = "cut off"  # the rank failed because another rank did
-_TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
-_MEMORY_ALONE_S = 3.0  # seconds after which a job that may never train shows its memory
 
 _LONG_NAMES = 40  # maximum number of characters in a list of ranks
 
@@ -96,7 +94,7 @@ def rows_of(
     if view.is_over:
         view = replace(view, ranks=tuple(map(_with_mean_rates, view.ranks)))
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
-    columns = _used_columns(view)
+    columns = used_columns(view)
     are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
     statuses = [_status_of(view, rank) for rank in view.ranks]
     shown = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
@@ -119,20 +117,6 @@ def _with_mean_rates(rank: RankView) -> RankView:
     if steps_per_s is None:
         return rank
     return replace(rank, steps_per_s=steps_per_s, samples_per_s=samples_per_s)
-
-
-def _used_columns(view: JobView) -> tuple[str, ...]:
-    """Return the names of the columns. All appear at once, because a later column would move the others."""
-    trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
-    has_memory = any(rank.host_peak_bytes for rank in view.ranks)
-    has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
-    shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
-    shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
-    return (
-        *(_TRAINING_COLUMNS if trains else ()),
-        *(["peak memory"] if shows_memory else []),
-        *(["peak device"] if shows_device else []),
-    )
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -163,22 +147,12 @@ def _row(
     # A single rank can't differ from others, and the state of a stalled rank already shows that it is stalled.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = "" if mark == "stalled" else mark
-    cells = {
-        "epoch": epoch_of(rank),
-        "step": _steps(rank),
-        "steps/s": _rate(rank.steps_per_s),
-        "samples/s": _rate(rank.samples_per_s),
-        "ETA": _eta(rank.left_s),
-        "loss": "" if rank.loss is None else loss(rank.loss),
-        "peak memory": _size(rank.host_peak_bytes),
-        "peak device": _device(rank),
-    }
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
         state=status.state,
         state_text=f"{status.word}, {words}" if words else status.word,
-        cells=tuple(cells[name] for name in columns),
+        cells=tuple(COLUMNS[name].of_rank(rank) for name in columns),
         fraction=_fraction(rank),
         detail=status.where or _detail(rank),
         is_marked=bool(mark),
@@ -190,45 +164,6 @@ def _row(
 def _is_certain(rank: RankView) -> bool:
     """Return whether the launcher knows that a rank is making no progress."""
     return rank.stall is not None and rank.stall.is_certain
-
-
-def epoch_of(rank: RankView) -> str:
-    """Return ``2/6``, ``2`` if the number of epochs is unknown, or nothing before the first."""
-    if not rank.epoch:
-        return ""
-    return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
-
-
-def _steps(rank: RankView) -> str:
-    if rank.total >= 0:
-        return f"{rank.step:,}/{rank.total:,}"
-    return f"{rank.step:,}" if rank.step else ""
-
-
-def full_length(steps: str) -> int:
-    """Return the length of the text ``steps`` at the end of the loop, when ``7/1,000`` is ``1,000/1,000``."""
-    _, slash, total = steps.partition("/")
-    return 2 * len(total) + 1 if slash else len(steps)
-
-
-def _rate(per_s: float | None) -> str:
-    return "" if per_s is None else rate(per_s) if per_s else "0"
-
-
-def _eta(left_s: float | None) -> str:
-    return "" if left_s is None else whole_duration(left_s)
-
-
-def _size(num_bytes: int | None) -> str:
-    return formatting.size(num_bytes) if num_bytes else ""
-
-
-def _device(rank: RankView) -> str:
-    memory = _size(rank.device_peak_bytes)
-    if memory and rank.device_limit_bytes:
-        memory = f"{memory} of {formatting.size(rank.device_limit_bytes)}"
-    is_shown = rank.device_use is not None and not rank.state.is_final
-    return ", ".join(part for part in (memory, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
 
 
 def _fraction(rank: RankView) -> float | None:
@@ -261,30 +196,16 @@ def _whole(
 ) -> Row:
     """Return the row for all ranks: the progress of the slowest, and the combined throughput and memory."""
     ranks = view.ranks
-    last = furthest_behind(view)
+    job = WholeJob(view, furthest_behind(view), left_s)
     (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
     has_failed = any(rank.state is WorkerState.FAILED for rank in ranks)
-    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
-    samples_per_s = [rank.samples_per_s for rank in ranks if rank.samples_per_s is not None]
-    losses = [rank.loss for rank in ranks if rank.loss is not None]
-    is_still = any(rank.steps_per_s == 0 for rank in ranks)
-    cells = {
-        "epoch": epoch_of(last),
-        "step": _steps(last),
-        "steps/s": _rate(median(rates) if rates else 0.0 if is_still else None),
-        "samples/s": _rate(sum(samples_per_s) if samples_per_s else None),
-        "ETA": _eta(left_s),
-        "loss": loss(sum(losses) / len(losses)) if losses else "",
-        "peak memory": _size(view.host_peak_bytes),
-        "peak device": _size(sum(rank.device_peak_bytes or 0 for rank in ranks)),
-    }
     return Row(
         rank=None,
         label="all",
         state=WorkerState.FAILED if has_failed else most,
         state_text=_counted(statuses, num_marked),
-        cells=tuple(cells[name] for name in columns),
-        fraction=_fraction(last),
+        cells=tuple(COLUMNS[name].of_job(job) for name in columns),
+        fraction=_fraction(job.last),
         is_marked=num_marked > 0,
         is_stuck=any(
             status.word == _NO_PROGRESS and _is_certain(rank)
@@ -308,12 +229,6 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
     first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
     named = others[0] if len(others) == 1 else "other"
     return f"{words[first]} {first}, {len(statuses) - words[first]} {named}"
-
-
-def furthest_behind(view: JobView) -> RankView:
-    """Return the rank with the fewest steps among the running ranks, or among all ranks if none is running."""
-    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
-    return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
 
 
 # --- ranks that differ, and the others -------------------------------------------------------------------------------

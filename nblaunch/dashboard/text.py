@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nblaunch import formatting
+from nblaunch.dashboard.columns import COLUMNS, full_length, furthest_behind
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
 from nblaunch.dashboard.result import Failure, Figure
-from nblaunch.dashboard.table import EpochTable, Table, full_length, furthest_behind, headline, tabulate
+from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 
 
@@ -29,7 +30,11 @@ def progress_line(view: JobView) -> str:
 _BAR_WIDTH = 16
 _GAP = 2  # characters between two columns
 _TEXT_COLUMNS = ("state", "progress", "output")  # aligned to the left
-_USUAL_WIDTHS = {"state": 10, "progress": _BAR_WIDTH, "ETA": 5, "loss": 6}
+_USUAL_WIDTHS = {
+    "state": 10,
+    "progress": _BAR_WIDTH,
+    **{name: column.usual_width for name, column in COLUMNS.items()},
+}
 _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
 """Columns in the order in which a narrow terminal omits them."""
 
