@@ -495,9 +495,15 @@ class DeviceUse(Event):
 
 @dataclass(frozen=True)
 class Exited(Event):
-    """A worker process ended and was reaped."""
+    """A worker process ended and was reaped.
+
+    Args:
+        status: how it ended.
+        was_stopped: whether the launcher had already sent it a signal to end it.
+    """
 
     status: ExitStatus = field(default_factory=lambda: ExitStatus(0))
+    was_stopped: bool = False
 
 
 @dataclass(frozen=True)

@@ -451,7 +451,7 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
         return replace(rank, state=WorkerState.DONE)
     over = (WorkerState.FAILED, WorkerState.STOPPED)
     others_ended = any(other.state in over for other in ranks if other.rank != rank.rank)
-    if others_ended and event.status.code in _STOP_SIGNALS:
+    if (event.was_stopped or others_ended) and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)
     failure = str(event.status)
     if not rank.has_returned and event.status.code >= 0:

@@ -325,7 +325,8 @@ class Supervisor:
             self._report.exits[rank] = (status, now)
             self._read_pipes([rank])  # its last events, before its end is judged
             self._running.guardian.watch_only(self._group.process_groups())
-            self._emit(Exited(rank=rank, time_s=now, status=status))
+            was_stopped = rank in self._report.signalled
+            self._emit(Exited(rank=rank, time_s=now, status=status, was_stopped=was_stopped))
             if rank not in self._report.returned:
                 self._begin_escalation()
 
@@ -456,7 +457,7 @@ class Supervisor:
         self._report.exits[rank] = (status, now)
         self._note(text, "warning")
         self._running.guardian.watch_only(self._group.process_groups())
-        self._emit(Exited(rank=rank, time_s=now, status=status))
+        self._emit(Exited(rank=rank, time_s=now, status=status, was_stopped=True))
 
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0

@@ -18,6 +18,7 @@ from nblaunch.events import (
     Event,
     ExceptionInfo,
     Exited,
+    ExitStatus,
     Failed,
     HostMemory,
     JobEnded,
@@ -87,6 +88,13 @@ def test_a_worker_stopped_before_the_failure_was_reported_did_not_fail() -> None
     view = view_of([*started(2), killed(0, -15), raised(1), JobEnded(-1, START_S, "failed", 1)])
     assert states(view) == ["stopped", "failed"]
     assert view.ranks[0].failure == ""
+
+
+def test_the_first_rank_that_the_launcher_stops_has_not_failed() -> None:
+    """After a mismatch or a hang, no rank has failed when the launcher ends them one after the other."""
+    stopped = Exited(0, START_S + 4, status=ExitStatus(-15), was_stopped=True)
+    view = view_of([*started(2), stopped])
+    assert (states(view), view.ranks[0].failure) == (["stopped", "running"], "")
 
 
 def test_a_silent_death_fails_with_its_signal() -> None:
