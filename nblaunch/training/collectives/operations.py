@@ -119,7 +119,9 @@ def gather_object(object: Any) -> Any:
     if world_size() == 1:
         return object
     mine = _pickled(object)
-    sizes = _all_gather_bytes(torch.tensor([mine.numel()])).view(torch.int64).tolist()
+    # Two numbers, because the digests that ranks compare before they gather tensors have 8 bytes. A rank that gathers
+    # tensors instead is then recognised by the size.
+    sizes = _all_gather_bytes(torch.tensor([mine.numel(), 0])).view(torch.int64)[::2].tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: mine.numel()] = mine
     received = _all_gather_bytes(padded).cpu().reshape(world_size(), -1)
