@@ -7,6 +7,8 @@ facts.
 hang.py                 whether the job hangs, and which rank waits for which
 disagreements.py        calls that must be equal on all ranks but are not; which ranks are at fault
 stalls.py               ranks that wait although their calls agree: which rank is missing, alone, or past the loop
+transfers.py            ranks that wait in send or recv: the missing half, or ranks that wait for each other
+backward_passes.py      ranks that wait in a backward pass: how the step of another rank differs
 source_blocks.py        loops and conditions around a line of user code
 deadlock.py             which ranks wait for a thread that their process does not have
 full_queues.py          which ranks wait for room in a queue that only the kernel could read

@@ -125,7 +125,8 @@ def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
     last = {
         rank: (rank_calls.splits, call)
         for rank, rank_calls in calls.items()
-        if rank_calls.splits is not None and (call := rank_calls.last) is not None
+        if rank_calls.splits is not None
+        for call in rank_calls.calls  # the last one counts; ranks whose parts fit may have gone on
         if call.site.kind == "all_to_all" and call.number == rank_calls.splits.number
     }
     for rank, (splits, call) in sorted(last.items()):
@@ -234,7 +235,42 @@ def explain(
         return Explanation(headline, faulty, (), _RATES, "learning_rates_differ")
     of_group = "" if disagreement.group.is_default else f" of the group of {group_name(disagreement.group)}"
     headline = f"collective {disagreement.number}{of_group}: {shown}"
-    return Explanation(headline, faulty, tuple(_left_loops(sides, calls, steps or {})), _advice(sides))
+    lines = [*_left_loops(sides, calls, steps or {}), *_other_lines(disagreement, calls)]
+    if len({described(calls_of_side[0]) for _, calls_of_side in sides}) == 1 and _advice(sides) == _MODELS:
+        lines.append("Their parameters have other shapes, or another order.")
+    return Explanation(headline, faulty, tuple(lines), _advice(sides))
+
+
+def _other_lines(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> list[str]:
+    """Return in which earlier call ranks were on different lines, as a line of text; empty if they were not.
+
+    A call that only some ranks make may go together with the next call of the others, if it is of the same kind and
+    size. The first difference is then found too late. Ranks that often use different lines do so on purpose.
+    """
+    by_rank = {
+        rank: numbers
+        for rank, numbers in _by_group(calls).get(disagreement.group, {}).items()
+        if rank in disagreement.calls
+    }
+    common = sorted(
+        number for number in set.intersection(*map(set, by_rank.values())) if number < disagreement.number
+    )
+    is_other = [
+        len({(call.site.filename, call.site.line) for call in (at[number] for at in by_rank.values())}) > 1
+        for number in common
+    ]
+    begins = [
+        number
+        for number, before, now in zip(common[1:], is_other, is_other[1:], strict=False)
+        if now and not before
+    ]
+    if len(begins) != 1 or is_other[0]:
+        return []
+    texts = {rank: place(at[begins[0]]) for rank, at in by_rank.items()}
+    shown = "; ".join(
+        f"{formatting.ranks(ranks)} {text}" for text, ranks in formatting.ranks_by_text(texts).items()
+    )
+    return [f"Before, ranks were on different lines in collective {begins[0]}: {shown}."]
 
 
 def _sides(disagreement: Disagreement) -> Sides:
@@ -297,11 +333,12 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
             loop = loops.pop() if len(loops) == 1 else None
             if ranks is others or loop is None or any(condition_of(call) for call in other_calls):
                 continue
-            if not any(loop.contains(call.site.filename, call.site.line) for call in calls):
+            if all(loop.is_left_at([(call.site.filename, call.site.line)]) for call in calls):
                 num_taken = num_batches(ranks, calls_of, steps)
                 after = f" after {formatting.count(num_taken, 'batch')}" if num_taken is not None else ""
                 text = f"{formatting.ranks(ranks)} left the loop on line {loop.first}{after}"
-                lines.append(f"{text}, in which {formatting.ranks(others)} still wait.")
+                wait = "waits" if len(others) == 1 else "wait"
+                lines.append(f"{text}, in which {formatting.ranks(others)} still {wait}.")
     return lines
 
 

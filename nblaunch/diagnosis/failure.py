@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +46,15 @@ _LOOK_THERE = (
 )
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
-_COLLECTIVE_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
-"""Source files whose code raises an exception when a collective fails."""
+_COLLECTIVE_FILES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/autograd/graph.py",
+    "/nblaunch/training/collectives/",
+)
+"""Source files in or below which an exception is raised when a collective fails, or gets data that do not fit."""
+
+_OF_ARGUMENTS = ("AttributeError", "KeyError", "PicklingError", "TypeError", "ValueError")
 
 _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
 """The value that a rank passed, as shown in an error message from ``training/collectives/operations.py``."""
@@ -113,7 +121,7 @@ def failure_of(
     if remote is not None:
         return remote
     root = find_root_cause(report)
-    mismatch = _explain_failure(report, root)
+    mismatch = _explain_failure(report, root, _own_aborts(report, logs, attempt))
     if mismatch is not None and not (root is not None and root.left_early and _left(mismatch, report)):
         return _mismatched(report, mismatch, root, [*past, f"complete logs: {logs.attempt_path(attempt)}"])
     if root is None:  # ranks that the launcher stopped did not end in time
@@ -243,9 +251,7 @@ def _mismatched(
     report: AttemptReport, mismatch: Explanation, root: RootCause | None, notes: Sequence[str]
 ) -> Failure:
     """Return the failure of ranks whose collectives differ, with the error that they caused as its ``__cause__``."""
-    ended = {
-        rank: str(status) for rank, (status, _) in report.exits.items() if status.signal_name == "SIGABRT"
-    }
+    ended = {rank: str(report.exits[rank][0]) for rank in _aborted(report)}
     how = [
         f"{formatting.ranks(ranks)}: {text}, because torch's backend ends a process whose tensors do not match"
         for text, ranks in formatting.ranks_by_text(ended).items()
@@ -346,36 +352,56 @@ def _descriptor_evidence(root: RootCause, printed: str) -> list[str]:
 
 def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:
     """Return the user's innermost frames, as faulthandler wrote them during the crash."""
-    _, crash, text = logs.read_stacks(rank, attempt).rpartition("Fatal Python error")
-    if not crash:
-        return []
-    frames = [frame for frame in stacks.parse(text) if frame.is_current][:1]
-    lines = stacks.describe(frames[0].frames[:_LAST_LINES]) if frames else []
+    lines = stacks.describe(_crash_frames(logs, rank, attempt)[:_LAST_LINES])
     return ["Its Python stack, innermost first:", *(f"    {line}" for line in lines)] if lines else []
+
+
+def _crash_frames(logs: Logs, rank: int, attempt: int) -> Sequence[stacks.StackFrame]:
+    """Return the frames of the thread that crashed, innermost first; empty if they are unknown."""
+    _, crash, text = logs.read_stacks(rank, attempt).rpartition("Fatal Python error")
+    threads = [thread for thread in stacks.parse(text) if thread.is_current] if crash else []
+    return threads[0].frames if threads else ()
 
 
 # --- failures that collectives explain: an error or abort of a backend, or a rank that returns while others wait ------
 
 
-def _explain_failure(report: AttemptReport, root: RootCause | None) -> Explanation | None:
+def _explain_failure(
+    report: AttemptReport, root: RootCause | None, own_aborts: Collection[int]
+) -> Explanation | None:
     """Return which calls differ, or which rank arrived alone; None if another failure explains why the job ended.
 
     Args:
         report: facts of the attempt.
         root: its root cause, judged only by signals and exceptions.
+        own_aborts: ranks that their own code aborted.
     """
-    if report.disagreement is not None:
-        has_own = any(not _may_come_from_collective(cause) for cause in own_failures(report))
-        return None if has_own else report.disagreement
-    if root is None or not _may_come_from_collective(root):
+    causes = own_failures(report) if report.disagreement is not None else [root] if root is not None else []
+    if any(cause.rank in own_aborts or not _may_come_from_collective(cause) for cause in causes):
         return None
+    if report.disagreement is not None or root is None or _is_of_arguments(root):
+        return report.disagreement
     readings = {reading.rank: reading.step for reading in report.last_readings}
-    return explain_stall(Standing(report.calls, report.returned.keys(), steps=readings))
+    standing = Standing(report.calls, report.returned.keys(), steps=readings, aborted=_aborted(report))
+    return explain_stall(standing)
+
+
+def _aborted(report: AttemptReport) -> list[int]:
+    return [rank for rank, (status, _) in report.exits.items() if status.signal_name == "SIGABRT"]
+
+
+def _own_aborts(report: AttemptReport, logs: Logs, attempt: int) -> list[int]:
+    """Return the ranks whose Python code called what aborted them; a backend aborts in its own threads."""
+    return [rank for rank in _aborted(report) if _aborts_in_own_code(_crash_frames(logs, rank, attempt))]
+
+
+def _aborts_in_own_code(frames: Sequence[stacks.StackFrame]) -> bool:
+    return bool(frames) and not any(part in frame.filename for part in _COLLECTIVE_FILES for frame in frames)
 
 
 def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | None:
     """Return which ranks passed different values to a collective that nblaunch rejected; None for other failures."""
-    if root.failed is None or not root.failed.info.type_name.endswith(DistributedOperationException.__name__):
+    if root.failed is None or not _is_rejection(root):
         return None
     passed = {int(rank): text for rank, text in _PASSED.findall(root.failed.info.message)}
     named = {rank: report.calls[rank].last for rank in passed if rank in report.calls}
@@ -392,6 +418,17 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
     return Explanation("; ".join(f"{formatting.ranks(ranks)} {text}" for text, ranks in sides), faulty)
 
 
+def _is_rejection(cause: RootCause) -> bool:
+    """Return whether nblaunch has compared what ranks passed to a collective, and raised the exception."""
+    name = DistributedOperationException.__name__
+    return cause.failed is not None and cause.failed.info.type_name.endswith(name)
+
+
+def _is_of_arguments(cause: RootCause) -> bool:
+    """Return whether a rank could not start a collective, for example because an object can't be pickled."""
+    return cause.failed is not None and cause.failed.info.type_name.rpartition(".")[2] in _OF_ARGUMENTS
+
+
 def _may_come_from_collective(cause: RootCause) -> bool:
     """Return whether a collective can fail like this: with an error, an abort, or a return while other ranks wait."""
     if cause.left_early:
@@ -400,5 +437,7 @@ def _may_come_from_collective(cause: RootCause) -> bool:
         return cause.status is not None and cause.status.signal_name == "SIGABRT"
     if cause.failed.is_consequence:
         return True
-    frames = cause.failed.info.frames
-    return bool(frames) and any(part in frames[-1].filename for part in _COLLECTIVE_FILES)
+    if _is_rejection(cause):
+        return False
+    inner = itertools.takewhile(lambda frame: not frame.is_user, reversed(cause.failed.info.frames))
+    return any(part in frame.filename for frame in inner for part in _COLLECTIVE_FILES)

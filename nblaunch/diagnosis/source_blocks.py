@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,9 @@ _RANK_NAMES = re.compile(
 """Names whose values differ between ranks."""
 
 _MAX_CONDITION = 80  # characters
+
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,57 @@ class Loop:
         """Return whether a line is inside the loop."""
         return filename == self.filename and self.first <= line <= self.last
 
+    def is_left_at(self, places: Iterable[tuple[str, int]]) -> bool:
+        """Return whether a rank has left the loop; a line of another function does not show it.
+
+        Args:
+            places: files and lines of the rank's stack, or of a part of it.
+        """
+        function = _function_around(self.filename, self.first)
+        here = [
+            line
+            for filename, line in places
+            if filename == self.filename and _function_around(filename, line) is function
+        ]
+        return bool(here) and all(self._is_past(line) for line in here)
+
+    def is_called_at(self, places: Iterable[tuple[str, int]]) -> bool:
+        """Return whether a function around one of the lines calls the function that contains the loop."""
+        name = getattr(_function_around(self.filename, self.first), "name", "")
+        around = [_function_around(filename, line) for filename, line in places if filename == self.filename]
+        return bool(name) and any(name in _called_by(function) for function in around)
+
+    def _is_past(self, line: int) -> bool:
+        """Return whether a line of the loop's function follows the loop, or is in the same outer loop."""
+        if self.contains(self.filename, line):
+            return False
+        return line > self.last or any(
+            isinstance(node, _LOOPS) and node.lineno < self.first
+            for node in _around(self.filename, self.first)
+            if node.lineno <= line <= (node.end_lineno or node.lineno)  # type: ignore[attr-defined]
+        )
+
 
 def loop_around(filename: str, line: int) -> Loop | None:
     """Return the innermost loop around a line; None if there is none or the source is unavailable."""
-    loops = [
+    loops = [node for node in _around(filename, line) if isinstance(node, _LOOPS) and _is_in(node.body, line)]
+    return Loop(filename, loops[-1].lineno, loops[-1].end_lineno or loops[-1].lineno) if loops else None
+
+
+def _function_around(filename: str, line: int) -> ast.AST | None:
+    """Return the innermost function around a line; None if there is none."""
+    functions = [
         node
         for node in _around(filename, line)
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and _is_in(node.body, line)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     ]
-    return Loop(filename, loops[-1].lineno, loops[-1].end_lineno or loops[-1].lineno) if loops else None
+    return functions[-1] if functions else None
+
+
+def _called_by(function: ast.AST | None) -> set[str]:
+    """Return the names of the functions that a function calls."""
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)] if function else []
+    return {getattr(called, "id", getattr(called, "attr", "")) for called in calls}
 
 
 def condition_on_rank(filename: str, line: int) -> str:

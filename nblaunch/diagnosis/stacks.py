@@ -33,6 +33,7 @@ _COLLECTIVE_FILES = (
     "/nblaunch/training/collectives/",
     "/torch_xla/core/xla_model.py",
 )
+_HOOKS_FILE = "/nblaunch/worker/collective_hooks.py"
 _DDP_FILE = "/torch/nn/parallel/distributed.py"
 _SAVE_ROUND = "/nblaunch/training/checkpoints/save_round.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
@@ -115,11 +116,17 @@ class Position:
         """Its position in short form: ``cell 5, line 9``, ``train.py, line 18``."""
         return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
+    @property
+    def no_reply(self) -> str:
+        """Why the process did not answer; empty if it did."""
+        return self.where.removeprefix(_NO_REPLY) if self.where.startswith(_NO_REPLY) else ""
+
     def __str__(self) -> str:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where
 
 
-NO_REPLY = Position("no reply: it is stopped, or blocked in a system call")
+_NO_REPLY = "no reply: "
+NO_REPLY = Position(f"{_NO_REPLY}it is stopped, or blocked in a system call")
 
 
 class StackDump:
@@ -167,14 +174,14 @@ class StackDump:
     def _position(self, rank: int) -> Position:
         state = proc.unusual_state(self._pids[rank])
         if self._sizes[rank] == self._offsets[rank] and state is not None:
-            return Position(f"no reply: the process is {state}")
+            return Position(f"{_NO_REPLY}the process is {state}")
         path = self._paths[rank]
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets[rank])
                 position = position_of(file.read().decode(errors="replace"))
         except OSError as error:  # the log folder may be deleted while the job runs
-            return Position(f"no reply: {path} can't be read: {error.strerror}")
+            return Position(f"{_NO_REPLY}{path} can't be read: {error.strerror}")
         if position is None:
             problem = disk.growth_problem(path, _STACK_BYTES)
             return Position(f"its stack can't be written: {problem}") if problem else NO_REPLY
@@ -272,6 +279,8 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
             return frame.name
         if frame.filename.endswith("/torch/autograd/graph.py"):
             return "backward"
+    if inner and _HOOKS_FILE in inner[-1].filename:
+        return "Work.wait"  # of an asynchronous collective, which the user's code calls itself
     return ""
 
 

@@ -11,9 +11,10 @@ each side does.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nblaunch import formatting
+from nblaunch.diagnosis.backward_passes import explain_backward
 from nblaunch.diagnosis.disagreements import (
     Explanation,
     condition_of,
@@ -25,8 +26,17 @@ from nblaunch.diagnosis.disagreements import (
 )
 from nblaunch.diagnosis.source_blocks import Loop, condition_on_rank, loop_around
 from nblaunch.diagnosis.stacks import Position
+from nblaunch.diagnosis.transfers import explain_transfers
 from nblaunch.user_code import is_user_file
-from nblaunch.wire.collective_calls import BACKWARD, FORWARD, POINT_TO_POINT, STEP, Call, RankCalls
+from nblaunch.wire.collective_calls import (
+    BACKWARD,
+    FORWARD,
+    NEW_GROUP,
+    POINT_TO_POINT,
+    STEP,
+    Call,
+    RankCalls,
+)
 
 _MAX_SIDES = 5
 _SET_UP = ("init_process_group", "new_group", "new_subgroups", "split_group", "init_device_mesh")
@@ -37,7 +47,7 @@ class _Activity:
     """The activity of a rank.
 
     Args:
-        kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"unknown"``, or ``"waits"``.
+        kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"aborted"``, ``"unknown"``, or ``"waits"``.
         call: the call that it waits in; None if the rank has not recorded it.
         position: where the rank is in its code, if it has not recorded its call or does not wait.
         key: equal for ranks with the same activity.
@@ -74,12 +84,14 @@ class Standing:
         returned: ranks whose function has returned.
         positions: rank -> position in its code; None if the stacks were not collected.
         steps: rank -> batches of its current loop over a prepared loader.
+        aborted: ranks that torch's backend has ended because data did not match.
     """
 
     calls: Mapping[int, RankCalls]
     returned: Collection[int] = ()
     positions: Mapping[int, Position] | None = None
     steps: Mapping[int, int] | None = None
+    aborted: Collection[int] = ()
 
 
 def explain_stall(standing: Standing) -> Explanation | None:
@@ -92,12 +104,16 @@ def explain_stall(standing: Standing) -> Explanation | None:
     sides = [_Side(tuple(members), tuple(members.values())) for members in by_key.values()]
     if not any(side.kind == "waits" and side.calls for side in sides):
         return None
+    if (transfers := _transfers(standing, sides)) is not None:
+        return transfers
     if len(sides) < 2:
-        return _no_sync(standing, sides)
+        return _backward(standing, sides)
     faulty = _faulty(sides, standing)
     sides.sort(key=lambda side: (not set(side.ranks) <= set(faulty), side.kind == "waits", side.ranks))
     return (
-        _no_sync(standing, sides)
+        _backward(standing, sides)
+        or _new_groups(standing, sides)
+        or _missing_members(sides, faulty)
         or _left_loop(standing, sides, faulty)
         or _alone(standing, sides, faulty)
         or _plain(standing, sides, faulty)
@@ -116,7 +132,8 @@ def _activity(standing: Standing, rank: int) -> _Activity:
             return _Activity("elsewhere", ("elsewhere", position.place), None, position)
         last = standing.calls[rank].last
         if position.waiting_in in _SET_UP:
-            call = last = None  # it waits in a call that is not recorded
+            call = last if last is not None and last.site.kind == NEW_GROUP else None
+            last = None  # it waits in this call, or in one that is not recorded
         if call is None and last is not None and last.site.kind == FORWARD:
             call = last  # forward broadcasts buffers
         if call is None:
@@ -124,9 +141,12 @@ def _activity(standing: Standing, rank: int) -> _Activity:
     if call is None:
         return _Activity("unknown", ())
     if standing.positions is None and _is_over(standing, call):
-        return _Activity("behind", ("behind", call.site.group, call.number), call)
+        kind = "aborted" if rank in standing.aborted else "behind"
+        return _Activity(kind, (kind, call.site.group, call.number), call)
     if call.is_collective:
         return _Activity("waits", ("collective", call.site.group, call.number), call)
+    if call.site.kind == NEW_GROUP:
+        return _Activity("waits", (NEW_GROUP, call.site.group), call)
     return _Activity("waits", (call.site.kind,), call)
 
 
@@ -144,7 +164,7 @@ def _is_over(standing: Standing, call: Call) -> bool:
 def _pending(calls: RankCalls) -> Call | None:
     """Return the call that a rank may be waiting in; None if its last call is not one that waits."""
     last = calls.last
-    if last is None or last.site.kind in (STEP, FORWARD):
+    if last is None or last.site.kind in (STEP, FORWARD, NEW_GROUP):
         return None
     return last
 
@@ -154,15 +174,51 @@ def _pending(calls: RankCalls) -> Call | None:
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
     """Return the ranks outside the majority; if there is none, ranks whose call is conditional, else busy ranks."""
+    of_groups = [side for side in sides if _absent(side)]
     minority = outside_majority([side.ranks for side in sides])
-    if minority is not None:
-        return minority
+    if of_groups and minority != _ranks_of([side for side in sides if side.kind == "returned"]):
+        if faulty := _faulty_in_groups(sides, of_groups):
+            return faulty
+    elif minority is not None:
+        # A backend ends the rank that receives wrong data, not the rank that sends it.
+        is_of_abort = all(side.kind == "aborted" for side in sides if set(side.ranks) <= set(minority))
+        return () if is_of_abort else minority
     waiting = [side for side in sides if side.kind == "waits" and side.calls]
     guarded = [side for side in waiting if all(_condition(standing, side))]
     if len(guarded) == 1:
         return guarded[0].ranks
     busy = [side for side in sides if side.kind in ("elsewhere", "behind")]
     return _ranks_of(busy) if len(busy) < len(sides) else ()
+
+
+def _faulty_in_groups(sides: Sequence[_Side], of_groups: Sequence[_Side]) -> tuple[int, ...]:
+    """Return the ranks at fault if some wait for members of a smaller group; ranks outside of it do not count.
+
+    Args:
+        sides: all sides.
+        of_groups: sides that wait in a collective of a smaller group, or for a new group.
+    """
+    blocked = _ranks_of(of_groups)
+    waiting = _ranks_of([side for side in sides if side.kind == "waits"])
+    faulty: set[int] = set()
+    for side in of_groups:
+        absent = _absent(side)
+        if not absent & set(waiting) or (len(absent) < len(side.ranks) and not absent & set(blocked)):
+            faulty |= absent
+        elif side.calls[0].site.kind == NEW_GROUP:
+            faulty |= absent - set(blocked)
+        elif len(absent) > len(side.ranks):
+            faulty |= set(side.ranks)
+    return tuple(sorted(faulty))
+
+
+def _absent(side: _Side) -> set[int]:
+    """Return the members of a smaller group that have not made the call in which a side waits."""
+    call = side.calls[0] if side.kind == "waits" and side.calls else None
+    group = (
+        call.site.group if call is not None and (call.is_collective or call.site.kind == NEW_GROUP) else None
+    )
+    return set() if group is None or group.is_default else set(group.ranks) - set(side.ranks)
 
 
 def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
@@ -201,15 +257,16 @@ def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]
         loop = _loop_of(inside)
         if loop is None:
             continue
-        outside = [side for side in sides if side is not inside and _is_outside(side, loop)]
-        if len(outside) != len(sides) - 1 or any(map(bool, _condition(standing, inside))):
-            continue
-        if any(condition for side in outside for condition in _condition(standing, side)):
-            continue
+        outside = [side for side in sides if side is not inside]
         leavers = _ranks_of(outside)
         after, batch = (
             num_batches(ranks, standing.calls, standing.steps or {}) for ranks in (leavers, inside.ranks)
         )
+        has_fewer = after is not None and batch is not None and after < batch
+        if any(not _is_outside(standing, side, loop, has_fewer=has_fewer) for side in outside):
+            continue
+        if any(condition for side in sides for condition in _condition(standing, side)):
+            continue
         how_far = where = ""
         if after is not None and batch is not None:
             how_far = f" after {formatting.count(after, 'batch')}"
@@ -231,12 +288,28 @@ def _loop_of(side: _Side) -> Loop | None:
     return loops.pop() if len(loops) == 1 else None
 
 
-def _is_outside(side: _Side, loop: Loop) -> bool:
+def _is_outside(standing: Standing, side: _Side, loop: Loop, *, has_fewer: bool) -> bool:
+    """Return whether all ranks of a side have left a loop.
+
+    If the loop's function was called by the one in which a rank is now, the rank may have left the loop or not entered
+    it. It has left it if it has taken fewer batches (``has_fewer``).
+    """
     if side.kind == "returned":
         return True
-    return bool(side.calls) and not any(
-        loop.contains(call.site.filename, call.site.line) for call in side.calls
+    places = [
+        _user_lines(standing, rank) or [(call.site.filename, call.site.line)]
+        for rank, call in zip(side.ranks, side.calls, strict=True)
+    ]
+    return bool(places) and all(
+        loop.is_left_at(place) or (has_fewer and loop.is_called_at(place)) for place in places
     )
+
+
+def _user_lines(standing: Standing, rank: int) -> list[tuple[str, int]]:
+    """Return the lines of the user's code in a rank's stack; empty if the stack is unknown."""
+    position = (standing.positions or {}).get(rank)
+    stack = () if position is None else position.stack
+    return [(frame.filename, frame.line) for frame in stack if is_user_file(frame.filename)]
 
 
 def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
@@ -249,49 +322,72 @@ def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
     condition_text = f" under `{conditions[0]}`" if conditions else ""
     text = f"{formatting.ranks(side.ranks)} alone called {_what(side.calls[0])}{condition_text} ({places(side.calls)})"
     others = _states([other for other in sides if other is not side])
-    return Explanation(f"{text}; {others}", tuple(faulty), (), _ALONE)
+    advice = _ALONE if conditions else _SAME
+    return Explanation(f"{text}; {others}", tuple(faulty), (), advice)
+
+
+def _new_groups(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
+    """Explain that ranks create groups in different orders, if all members of a new group wait for each other."""
+    if not any(side.calls and side.calls[0].site.kind == NEW_GROUP and not _absent(side) for side in sides):
+        return None
+    by_rank = {
+        rank: {call.number: call for call in rank_calls.calls if call.site.kind == NEW_GROUP}
+        for rank, rank_calls in standing.calls.items()
+    }
+    for number in sorted(set.intersection(*map(set, by_rank.values()))):
+        created = {rank: calls[number] for rank, calls in by_rank.items()}
+        grouped = formatting.ranks_by_text({rank: _what(call) for rank, call in created.items()})
+        if len(grouped) > 1:
+            faulty = outside_majority(list(grouped.values())) or ()
+            ordered = sorted(grouped.items(), key=lambda item: not set(item[1]) <= set(faulty))
+            shown = "; ".join(
+                f"{formatting.ranks(ranks)} {text} ({places(created[rank] for rank in ranks)})"
+                for text, ranks in ordered
+            )
+            return Explanation(f"new group {number}: {shown}", faulty, (), _GROUPS)
+    return None
+
+
+def _missing_members(sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
+    """Explain that members of a smaller group have not made the call in which its other members wait."""
+    for side in sides:
+        missing = sorted(_absent(side))
+        others = [other for other in sides if other is not side]
+        if (
+            not missing
+            or missing != sorted(faulty)
+            or any(set(other.ranks) <= set(missing) for other in others)
+        ):
+            continue  # the ranks at fault are a side, and come first anyway
+        has, wait = "has" if len(missing) == 1 else "have", "waits" if len(side.ranks) == 1 else "wait"
+        text = f"{formatting.ranks(missing)} {has} not called {_what(side.calls[0])}"
+        text += f", in which {formatting.ranks(side.ranks)} {wait} ({places(side.calls)})"
+        return Explanation(f"{text}; {_states(others)}", tuple(faulty), (), _SAME)
+    return None
 
 
 def _plain(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation:
     advice = _COME if any(side.kind in ("elsewhere", "behind") for side in sides) else _SAME
+    if advice == _COME and standing.positions is not None:
+        advice = f"{_COME} {_BUSY}"
     return Explanation(_states(sides), tuple(faulty), (), advice)
 
 
-def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
-    """Explain that some ranks did not exchange gradients in a step in which others did."""
-    if not any(call.site.kind == BACKWARD for side in sides for call in side.calls):
-        return None
-    forwards = {
-        rank: {call.number: call for call in rank_calls.calls if call.site.kind == FORWARD}
-        for rank, rank_calls in standing.calls.items()
-    }
-    if len({max(rank_calls, default=0) for rank_calls in forwards.values()}) != 1:
-        return None
-    for number in sorted(set.intersection(*map(set, forwards.values()))):
-        in_step = {rank: rank_calls[number] for rank, rank_calls in forwards.items()}
-        without_sync = [rank for rank, call in in_step.items() if not call.value]
-        if 0 < len(without_sync) < len(in_step):
-            return _explain_no_sync(number, in_step, without_sync)
-    return None
+def _backward(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
+    waiting = [
+        rank for side in sides for rank in side.ranks if {BACKWARD} == {call.site.kind for call in side.calls}
+    ]
+    return explain_backward(standing.calls, waiting) if waiting else None
 
 
-def _explain_no_sync(number: int, in_step: Mapping[int, Call], without_sync: Sequence[int]) -> Explanation:
-    others = [rank for rank in in_step if rank not in without_sync]
-    texts = {
-        "did not exchange gradients (no_sync)": without_sync,
-        "exchanged gradients": others,
-    }
-    faulty: Sequence[int] = ()
-    if len(without_sync) != len(others):
-        faulty = min(without_sync, others, key=len)
-    ordered = sorted(texts.items(), key=lambda item: item[1] != faulty)
-    shown = "; ".join(
-        f"{formatting.ranks(ranks)} {text} ({places([in_step[rank] for rank in ranks])})"
-        for text, ranks in ordered
-    )
-    return Explanation(
-        f"forward {number} of DistributedDataParallel: {shown}", tuple(sorted(faulty)), (), _NO_SYNC
-    )
+def _transfers(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
+    waiting = [side for side in sides if side.kind == "waits" and side.calls]
+    ranks = [rank for side in waiting if side.calls[0].site.kind in POINT_TO_POINT for rank in side.ranks]
+    if not ranks:
+        return None
+    states = {rank: _state(replace(side, ranks=(rank,))) for side in sides for rank in side.ranks}
+    states = {rank: text.removeprefix(f"rank {rank} ") for rank, text in states.items()}
+    return explain_transfers(standing.calls, ranks, states)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -309,8 +405,13 @@ def _state(side: _Side) -> str:
         return f"{who} returned from the function"
     if side.kind == "elsewhere":
         assert position is not None, "a rank that does not wait has a position"
-        is_busy = f"{who} {'has' if is_one else 'have'} not arrived, and {'is' if is_one else 'are'}"
-        return f"{is_busy} at {position.place}"
+        is_absent = f"{who} {'has' if is_one else 'have'} not arrived, and"
+        if position.no_reply:
+            return f"{is_absent} {'does' if is_one else 'do'} not answer ({position.no_reply})"
+        return f"{is_absent} {'is' if is_one else 'are'} at {position.place}"
+    if side.kind == "aborted":
+        ended = f"{who} {'was' if is_one else 'were'} ended by torch's backend after starting"
+        return f"{ended} {_what(side.calls[0])} ({places(side.calls)})"
     if side.kind == "behind":
         has = "has" if is_one else "have"
         return f"{who} {has} called nothing since {_what(side.calls[0])} ({places(side.calls)})"
@@ -322,6 +423,8 @@ def _state(side: _Side) -> str:
 
 def _what(call: Call) -> str:
     text = described(call, with_root=call.site.kind in POINT_TO_POINT)
+    if call.site.kind == NEW_GROUP and call.site.group is not None:
+        return f"{text} with {group_name(call.site.group)}"
     if not call.is_collective or call.site.group is None:
         return text
     of_group = "" if call.site.group.is_default else f" of the group of {group_name(call.site.group)}"
@@ -333,11 +436,9 @@ _UNEVEN = (
     "accelerator.join_uneven_inputs([model]) or, without an Accelerator, into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
-_COME = (
-    "Every rank must take part in the same collectives: look for the code that delays the rank. If it did not hang but "
-    "was busy for that long, increase hang_timeout_s."
-)
+_COME = "Every rank must take part in the same collectives: look for the code that delays the rank."
+_BUSY = "If it did not hang but was busy for that long, increase hang_timeout_s."
+_GROUPS = "Every rank must create the same groups in the same order, even those that it is not a member of."
 _SAME = (
     "Every rank must call the same collectives in the same order: look for a condition, a loop or a return."
 )
-_NO_SYNC = "Every rank must exchange gradients in the same steps."

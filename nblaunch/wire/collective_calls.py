@@ -9,7 +9,7 @@ processes.
 
 ``backward``, the forward pass of ``DistributedDataParallel`` and optimizer steps also count as calls, with their own
 counts, because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not
-agree on them, so they are not part of a chain.
+agree on them, so they are not part of a chain. The same applies to ``send``, ``recv`` and new groups.
 
 All memory has a fixed size. When the text region is full, texts and calls are dropped, and recording starts over.
 Recording a call takes less than a microsecond and needs no system call. The launcher may read while a rank writes; it
@@ -74,7 +74,7 @@ COLLECTIVES = (
 )
 POINT_TO_POINT = ("send", "recv")
 _CHAINED = frozenset(COLLECTIVES)
-BACKWARD, FORWARD, STEP = "backward", "forward", "step"
+BACKWARD, FORWARD, STEP, NEW_GROUP = "backward", "forward", "step", "new_group"
 UNEVEN = "uneven"
 """The detail of optimizer steps after uneven inputs were joined, where ranks take different numbers of steps."""
 
@@ -104,7 +104,8 @@ class Site:
     """The kind and place of a call, which are the same in all iterations of a loop.
 
     Args:
-        kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`.
+        kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`,
+            :data:`NEW_GROUP`.
         group: its process group; None if the call has none.
         dtype: data type of the tensors; empty without tensors.
         num_tensors: number of the call's tensors with this shape.

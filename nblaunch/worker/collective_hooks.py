@@ -112,6 +112,7 @@ class _Hooks:
         self._recorder = recorder
         self._reductions: dict[int, str] = {}
         self._transfers = count(1)
+        self._models = count(1)
         self._is_uneven = False
         self._owners: dict[int, _Owner] = {}
         self._wrapped: list[weakref.ref[Any]] = []
@@ -127,6 +128,22 @@ class _Hooks:
             original = getattr(c10d.ProcessGroup, method, None)
             if original is not None:
                 setattr(c10d.ProcessGroup, method, self._recording(original, describe))
+        self._watch_new_groups(c10d)
+
+    def _watch_new_groups(self, c10d: Any) -> None:
+        """Record the creation of groups, which waits for their members."""
+        create = getattr(c10d, "_new_process_group_helper", None)
+        if create is None:
+            return
+
+        @packages.replacement_of(create)
+        def record_and_create(size: Any, rank: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
+            if ranks:  # empty for the default group
+                with suppress(Exception):
+                    self._recorder.note_new_group(tuple(ranks))
+            return create(size, rank, ranks, *args, **kwargs)
+
+        c10d._new_process_group_helper = record_and_create
 
     def _recording(self, original: Callable[..., Any], describe: _Describe) -> Callable[..., Any]:
         group_of = self._recorder.group_of
@@ -191,6 +208,7 @@ class _Hooks:
             "monitored_barrier": partial(self._barrier, "monitored_barrier"),
             "send": partial(self._transfer, "send"),
             "recv": partial(self._transfer, "recv"),
+            "recv_anysource": partial(self._transfer, "recv"),
         }
 
     def _reduction(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -249,7 +267,9 @@ class _Hooks:
     def _transfer(self, kind: str, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         group = self._recorder.group_of(pg)
         form = self._recorder.form_of(args[0][0])
-        self._recorder.note(kind, next(self._transfers), group, form, args[1])
+        *peers, tag = args[1:3]  # a receiver may accept any sender
+        detail = f"tag {tag}" if tag else ""
+        self._recorder.note(kind, next(self._transfers), group, form, peers[0] if peers else -1, detail)
 
     def _forms(self, tensors: Any) -> tuple[Form, int, int]:
         """Return the form of the first tensor, the number of tensors, and their total number of elements."""
@@ -347,6 +367,7 @@ class _Hooks:
                 self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
             construct(ddp, *args, **kwargs)
             self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
+            ddp._nblaunch_model = f"model {next(self._models)}"
 
         @packages.replacement_of(forward)
         def record_and_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -355,12 +376,13 @@ class _Hooks:
                 if group is None or group.reference() is not pg:
                     group = recorder.group_of(pg)
                 is_synchronised = ddp.require_backward_grad_sync and is_grad_enabled()
-                site = find((-1 if group is None else group.handle, ""))
+                site = find((-1 if group is None else group.handle, ddp._nblaunch_model))
                 write(site, 1.0 if is_synchronised else 0.0)
             if len(inputs) == 1 and not kwargs:  # most calls; the general form costs as much as recording
                 return forward(ddp, inputs[0])
             return forward(ddp, *inputs, **kwargs)
 
+        cls._nblaunch_model = ""  # each instance has its number, in the order of construction
         cls.__init__, cls.forward = record_and_construct, record_and_forward
 
     def _record_model(self, arguments: dict[str, Any]) -> None:

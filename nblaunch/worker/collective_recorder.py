@@ -10,21 +10,18 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from nblaunch import packages
-from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group, WrittenSite
+from nblaunch.wire.collective_calls import NEW_GROUP, UNCOUNTED, CallWriter, Group, WrittenSite
 from nblaunch.worker.user_lines import Key, UserLine, UserLines
 
 _MAX_KNOWN = 1024
 """Number of tensor forms that are kept."""
 
-_OWN_FILES = {
-    file + end
-    for file in (__file__, __file__.replace("collective_recorder", "collective_hooks"))
-    for end in ("", packages.UNCOUNTED)
-}
+_HOOKS = tuple(f"{Path(__file__).parents[1] / folder}/" for folder in ("worker", "progress"))
+"""Folders of nblaunch's hooks on libraries."""
 
 _NUM_OWN_FRAMES = 4
 """Number of frames that a collective's hook adds: the finder, a method of the recorder, two functions of the hook."""
@@ -73,7 +70,8 @@ class CollectiveRecorder:
         self._seen_groups: dict[tuple[int, ...], int] = {}
         self._forms: dict[tuple[Any, Any], Form] = {}
         self._codes: dict[str, int] = {}
-        self._lines = UserLines(_OWN_FILES)
+        self._num_new_groups = 0
+        self._lines = UserLines(_HOOKS)
         self._finders: dict[str, Callable[[Key], WrittenSite]] = {}
         self.last_group: OpenGroup | None = None
         self.last_kind = ""
@@ -131,7 +129,9 @@ class CollectiveRecorder:
             group.number, group.chain = before
             self._writer.withdraw(group.serial)
 
-    def note(self, kind: str, number: int, group: OpenGroup | None, form: Form, root: int) -> None:
+    def note(
+        self, kind: str, number: int, group: OpenGroup | None, form: Form, root: int, detail: str = ""
+    ) -> None:
         """Record a call that has a tensor but is not a collective.
 
         Args:
@@ -139,15 +139,27 @@ class CollectiveRecorder:
             number: number of calls of this kind so far.
             group: group of the call.
             form: form of its tensor.
-            root: rank of the group at the other end.
+            root: rank of the group at the other end; -1 if it may be any.
+            detail: any other property of the call.
         """
         _, dtype, num_dimensions, shape = form
         handle = -1
         if group is not None:
             handle = group.handle
             root = group.ranks[root] if root >= 0 else root
-        site = self._finder(kind)((handle, dtype, 1, num_dimensions, "", root, ""))
+        site = self._finder(kind)((handle, dtype, 1, num_dimensions, "", root, detail))
         self._writer.put(site, number, shape=shape)
+
+    def note_new_group(self, ranks: tuple[int, ...]) -> None:
+        """Record that this process begins to create a group.
+
+        Args:
+            ranks: the members, as ranks of the job.
+        """
+        self._num_new_groups += 1
+        handle = self._writer.add_group(Group(ranks, self._seen_groups.get(ranks, -1) + 1))
+        site = self._finder(NEW_GROUP)((handle, "", 0, 0, "", -1, ""))
+        self._writer.put(site, self._num_new_groups)
 
     def _finder(self, kind: str) -> Callable[[Key], WrittenSite]:
         find = self._finders.get(kind)

@@ -20,7 +20,7 @@ from nblaunch.user_code import is_user_file
 _MAX_WAYS = 8
 """Maximum number of call paths to a hook that are kept, because each keeps code objects alive."""
 
-_INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
+_INNER = {"wrapper", "inner", "inner_func", "_fn", "decorate_context", "wrapped", "helper"}
 """Functions whose names do not identify the call."""
 
 _MODULE_CALL = "_wrapped_call_impl"
@@ -82,11 +82,11 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        own_files: files of the hooks; their functions are never used to name a call.
+        hooks: folders of hooks, with a separator at the end; their functions are never used to name a call.
     """
 
-    def __init__(self, own_files: set[str]) -> None:
-        self._own_files = own_files
+    def __init__(self, hooks: tuple[str, ...]) -> None:
+        self._hooks = hooks
         self._is_user: dict[str, bool] = {}
         self._last = UserLine("", "", 0)
         self._without_frame: dict[tuple[Any, ...], UserLine] = {}
@@ -211,4 +211,4 @@ class UserLines:
     def _is_name(self, code: CodeType) -> bool:
         """Return whether users recognise a call by the name of a library's function."""
         name = code.co_name
-        return name[0] not in "_<" and name not in _INNER and code.co_filename not in self._own_files
+        return name[0] not in "_<" and name not in _INNER and not code.co_filename.startswith(self._hooks)

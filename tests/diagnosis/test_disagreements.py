@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.diagnosis.disagreements import completed, explain, find_disagreement
+from nblaunch.diagnosis.disagreements import completed, explain, explain_splits, find_disagreement
+from nblaunch.diagnosis.stacks import Position
 from nblaunch.diagnosis.stalls import Standing, explain_stall
-from nblaunch.wire.collective_calls import BACKWARD, STEP, Call, Group, RankCalls, Site
+from nblaunch.wire.collective_calls import BACKWARD, NEW_GROUP, STEP, Call, Group, RankCalls, Site, Splits
 
 ALL = Group((0, 1, 2, 3), 0, True)
 
@@ -132,9 +133,12 @@ dist.barrier()
 
 
 def stand(
-    tmp_path: Path, calls: Mapping[int, Sequence[tuple[str, int]]], returned: Sequence[int] = ()
+    tmp_path: Path,
+    calls: Mapping[int, Sequence[tuple[str, int]]],
+    returned: Sequence[int] = (),
+    source: str = SOURCE,
 ) -> Standing:
-    (tmp_path / "train.py").write_text(SOURCE)
+    (tmp_path / "train.py").write_text(source)
     found = {
         rank: calls_of(*(Site(kind, None if kind == BACKWARD else ALL, filename=str(tmp_path / "train.py"), line=line)
                          for kind, line in own))
@@ -173,3 +177,135 @@ def test_two_ranks_in_different_places_are_named_without_blame(tmp_path: Path) -
 
 def test_ranks_that_all_wait_for_the_same_are_not_explained(tmp_path: Path) -> None:
     assert explain_stall(stand(tmp_path, {rank: [("barrier", 6)] for rank in range(3)})) is None
+
+
+def test_a_call_of_a_function_that_the_loop_calls_is_inside_it(tmp_path: Path) -> None:
+    source = """
+def evaluate():
+    dist.all_reduce(x)
+def train():
+    for batch in loader:
+        loss.backward()
+        evaluate()
+"""
+    standing = stand(
+        tmp_path, {0: [(BACKWARD, 6)] * 3, 1: [(BACKWARD, 6)] * 2 + [("all_reduce", 3)]}, source=source
+    )
+    found = explain_stall(standing)
+    assert found is not None
+    assert "left the loop" not in found.headline
+
+
+def test_a_rank_before_a_loop_has_not_left_it(tmp_path: Path) -> None:
+    source = "dist.barrier()\nfor batch in loader:\n    dist.all_reduce(x)\n"
+    found = explain_stall(
+        stand(tmp_path, {0: [("all_reduce", 3)], 1: [("barrier", 1)], 2: [("all_reduce", 3)]}, source=source)
+    )
+    assert found is None or "left the loop" not in found.headline
+
+
+def test_a_loop_in_a_helper_can_be_left(tmp_path: Path) -> None:
+    source = """
+def epoch():
+    for batch in loader:
+        loss.backward()
+def train():
+    epoch()
+    dist.barrier()
+"""
+    calls = {0: [(BACKWARD, 4)] * 3, 1: [(BACKWARD, 4)] * 2 + [("barrier", 7)], 2: [(BACKWARD, 4)] * 3}
+    found = explain_stall(stand(tmp_path, calls, source=source))
+    assert found is not None
+    assert found.headline.startswith("rank 1 left the loop on line 3 after 2 batches")
+
+
+def test_an_earlier_call_on_another_line_is_named(tmp_path: Path) -> None:
+    """Rank 0 makes a call alone, which goes together with the next call of the others."""
+    calls = {
+        0: calls_of(reduce(3), reduce(3), reduce(7), reduce(3)),
+        1: calls_of(reduce(3), reduce(3), reduce(3), BARRIER),
+        2: calls_of(reduce(3), reduce(3), reduce(3), BARRIER),
+    }
+    found = find_disagreement(calls)
+    assert found is not None
+    lines = explain(found, calls).lines
+    assert lines == (
+        "Before, ranks were on different lines in collective 3: rank 0 train.py, line 7; ranks 1-2 train.py, line 3.",
+    )
+    alternating = {rank: calls_of(*[reduce(3), reduce(5 if rank else 7)] * 2, BARRIER if rank else reduce(3))
+                   for rank in range(3)}  # fmt: skip
+    found = find_disagreement(alternating)
+    assert found is not None
+    assert not explain(found, alternating).lines
+
+
+def test_parts_of_all_to_all_are_compared_after_some_ranks_went_on() -> None:
+    """A backend ends the rank that receives too much, while the others have already gone on."""
+    exchange = Site("all_to_all", ALL, filename="train.py", line=5)
+    calls = {
+        rank: replace(
+            calls_of(exchange, *([] if rank == 1 else [BARRIER])),
+            splits=Splits(1, (1, 2 if rank == 0 else 1, 1, 1), (1, 1, 1, 1)),
+        )
+        for rank in range(4)
+    }
+    found = explain_splits(calls)
+    assert found is not None
+    assert "rank 0 sends 2 rows to rank 1" in found.headline
+
+
+def test_a_rank_ended_by_the_backend_is_not_at_fault() -> None:
+    calls = {rank: calls_of(reduce(), *([] if rank == 1 else [reduce()])) for rank in range(4)}
+    assert explain_stall(Standing(calls)).ranks == (1,)  # type: ignore[union-attr]
+    found = explain_stall(Standing(calls, aborted=[1]))
+    assert found is not None
+    assert found.ranks == ()
+    assert "rank 1 was ended by torch's backend" in found.headline
+
+
+PAIR = Group((0, 1), 0)
+
+
+@pytest.mark.parametrize(("group", "faulty"), [(Group((0, 1, 2), 0), (2,)), (PAIR, ())])
+def test_only_members_of_a_group_are_compared(group: Group, faulty: tuple[int, ...]) -> None:
+    """Two of three members are the majority of a group; one of two is not, whatever others do."""
+    waiting = [0, 1] if len(group.ranks) == 3 else [0]
+    calls = {rank: calls_of(reduce(group=group) if rank in waiting else BARRIER) for rank in range(5)}
+    found = explain_stall(Standing(calls))
+    assert found is not None
+    assert found.ranks == faulty
+
+
+def test_a_member_that_does_not_create_its_group_is_named(tmp_path: Path) -> None:
+    create = Site(NEW_GROUP, PAIR, filename="train.py", line=4)
+    calls = {0: calls_of(reduce()), 1: calls_of(create), 2: calls_of(create, reduce())}
+    in_group, in_reduce = (
+        Position("train.py, line 4", "new_group"),
+        Position("train.py, line 9", "all_reduce"),
+    )
+    found = explain_stall(Standing(calls, (), {0: in_reduce, 1: in_group, 2: in_reduce}))
+    assert found is not None
+    assert found.ranks == (0,)
+    assert found.headline.startswith("rank 0 has not called new_group with ranks 0-1, in which rank 1 waits")
+
+
+def test_groups_created_in_another_order_are_explained() -> None:
+    other = Group((1, 2), 0)
+    first, second = (Site(NEW_GROUP, group, filename="train.py", line=4) for group in (PAIR, other))
+    calls = {
+        0: calls_of(first),
+        1: calls_of(first, second),
+        2: calls_of(second),
+        3: calls_of(first, second, BARRIER),
+    }
+    calls = {
+        rank: replace(of, calls=tuple(replace(call, number=call.serial) for call in of.calls))
+        for rank, of in calls.items()
+    }
+    at = {rank: Position("train.py, line 4", "new_group") for rank in range(3)} | {
+        3: Position("x", "barrier")
+    }
+    found = explain_stall(Standing(calls, (), at))
+    assert found is not None
+    assert found.ranks == (2,)
+    assert "new group 1: rank 2 new_group with ranks 1-2" in found.headline

@@ -14,11 +14,12 @@ from nblaunch.diagnosis.hang import BUSY_FOR_LONG
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
-from nblaunch.errors import JobHung, WorkerDied
+from nblaunch.errors import CollectiveMismatch, JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, HostMemory, Returned
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.wire import exceptions
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import Call, Group, RankCalls, Site
 
 
 @pytest.fixture
@@ -103,6 +104,22 @@ def test_a_crash_shows_its_evidence(log: JobLog) -> None:
         f"rank 1 (pid 41) on {socket.gethostname()}; complete log: {log.log_path(1)}",
         "rank 0: stopped by the launcher",
     ]
+
+
+def test_an_abort_in_the_functions_own_code_is_no_mismatch(log: JobLog) -> None:
+    """A backend aborts in its own threads, which have no Python frames."""
+    group = Group((0, 1), 0, True)
+    site = Site("all_reduce", group, "float32", filename="train.py", line=9)
+    calls = {
+        rank: RankCalls(tuple(Call(i, site, i, i, 4, (), 0.0, 0.0) for i in range(1, 3 - rank)), 2 - rank)
+        for rank in range(2)
+    }
+    report = dataclasses.replace(died(-6), calls=calls)
+    assert isinstance(failure_of(report, {1: 41}, log, 0).error, CollectiveMismatch)
+    log.stacks_path(1).write_text(CRASH.replace("Segmentation fault", "Aborted"))
+    error = failure_of(report, {1: 41}, log, 0).error
+    assert isinstance(error, WorkerDied)
+    assert "/home/me/train.py, line 7 in step" in str(error)
 
 
 def test_the_crash_is_found_after_requested_stacks(log: JobLog) -> None:

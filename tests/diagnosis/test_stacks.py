@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.stacks import Position, StackDump, StackFrame, describe, parse
+from nblaunch import packages
+from nblaunch.diagnosis.stacks import Position, StackDump, StackFrame, describe, parse, position_of
 from nblaunch.wire.assignment import STACKS_SIGNAL
+from nblaunch.worker import collective_hooks
 
 _WORKER = """
 import ctypes, sys
@@ -132,6 +134,17 @@ def test_names_of_threads_and_unknown_lines_are_understood() -> None:
 @given(st.text())
 def test_any_text_can_be_read(text: str) -> None:
     assert all(thread.frames == () for thread in parse(text)) or "File" in text
+
+
+def test_a_wait_of_a_work_waits_for_ranks() -> None:
+    """The hook on ``Work.wait`` is the only Python frame between the user's line and torch's C++ code."""
+    hook = f"{collective_hooks.__file__}{packages.UNCOUNTED}"
+    position = position_of(
+        f'Current thread 0x01 (most recent call first):\n  File "{hook}", line 5 in wait_and_record\n'
+        '  File "/home/me/train.py", line 7 in train\n'
+    )
+    assert position is not None
+    assert position.waiting_in == "Work.wait"
 
 
 def test_frames_are_described_with_their_source(tmp_path: Path) -> None:

@@ -381,6 +381,58 @@ PLAIN = (
         ("all_reduce", "group"),
     ),
     Mismatch(
+        "a group that one member does not make",
+        """
+    dist.init_process_group()
+    dist.barrier()
+    if rank() != 0:
+        group = dist.new_group([0, 1])  # <- others
+    dist.all_reduce(torch.ones(4))  # <- fault
+""",
+        (0,),
+        ("new_group with ranks 0-1", "all_reduce"),
+    ),
+    Mismatch(
+        "groups made in another order",
+        """
+    dist.init_process_group()
+    pairs = [(0, 1), (1, 2)]
+    if rank() == 2:
+        pairs.reverse()
+    for pair in pairs:
+        dist.new_group(pair)  # <- fault
+    dist.barrier()
+""",
+        (2,),
+        ("new_group with ranks 0-1", "new_group with ranks 1-2"),
+        num_ranks=4,
+    ),
+    Mismatch(
+        "transfers in a ring, of which one is missing",
+        """
+    dist.init_process_group()
+    size = dist.get_world_size()
+    transfers = [dist.P2POp(dist.irecv, torch.empty(4), (rank() - 1) % size)]
+    if rank() != 1:
+        transfers.append(dist.P2POp(dist.isend, torch.ones(4), (rank() + 1) % size))
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()  # <- others
+    dist.barrier()  # <- fault
+""",
+        (),
+        ("recv float32[4]", "from rank 1", "has not called send"),
+    ),
+    Mismatch(
+        "all receive first",
+        """
+    dist.init_process_group()
+    dist.recv(torch.empty(3), (rank() - 1) % 3)  # <- fault
+    dist.send(torch.ones(3), (rank() + 1) % 3)
+""",
+        (),
+        ("wait for each other", "from rank 2"),
+    ),
+    Mismatch(
         "a rank that skips one and returns",
         """
     dist.init_process_group()
@@ -628,6 +680,52 @@ OF_DDP = (
         ("barrier", "if rank() == 0"),
     ),
     Mismatch(
+        "DDP: a parameter unused on one rank",
+        """
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        def forward(self, x, skips):
+            return self.first(x) if skips else self.first(x) + self.second(x)
+    model, optimizer = begin(Two())
+    for step in range(4):
+        model(torch.ones(2, 4), rank() == 1 and step == 2).sum().backward()  # <- fault
+        optimizer.step()
+        dist.all_reduce(torch.ones(()))
+""",
+        (1,),
+        ("backward 3", "find_unused_parameters"),
+    ),
+    Mismatch(
+        "DDP: two models in another order",
+        """
+    models = [begin()[0], DDP(nn.Linear(4, 9))]
+    for step in range(3):
+        if rank() == 1 and step == 1:
+            models.reverse()
+        for model in models:
+            model(torch.ones(2, 4)).sum().backward()  # <- fault
+""",
+        (1,),
+        ("forward 3", "model 1", "model 2"),
+    ),
+    Mismatch(
+        "DDP: a reduction of one rank in a helper",
+        """
+    model, optimizer = begin()
+    def evaluate():
+        dist.all_reduce(torch.ones(1))  # <- fault
+    for step in range(6):
+        model(torch.ones(2, 4)).sum().backward()  # <- others
+        optimizer.step()
+        if rank() == 2 and step == 3:
+            evaluate()
+""",
+        (2,),
+        ("rank 2 alone called all_reduce float32[1]",),
+    ),
+    Mismatch(
         "DDP: another learning rate",
         """
     model, optimizer = begin(lr=0.2 if rank() == 1 else 0.1)
@@ -758,6 +856,18 @@ OF_ACCELERATOR = (
 )
 
 OF_FSDP2 = (
+    Mismatch(
+        "Accelerator: objects where others gather tensors",
+        """
+    accelerator = Accelerator()
+    if rank() == 1:
+        accelerator.gather_for_metrics(["text"], use_gather_object=True)  # <- fault
+    else:
+        accelerator.gather_for_metrics(torch.ones(3))  # <- others
+""",
+        (1,),
+        ("gather_for_metrics",),
+    ),
     Mismatch(
         "FSDP2: one batch fewer",
         """

@@ -25,6 +25,8 @@ HERE = (
     "sum with max",
     "gather to another root",
     "another group",
+    "a group that one member does not make",
+    "transfers in a ring, of which one is missing",
     "a function left early",
     "the main process alone",
     "the main process alone, of two",
@@ -32,9 +34,12 @@ HERE = (
     "DDP: one batch fewer, then a barrier",
     "DDP: another dtype",
     "DDP: no_sync on one rank",
+    "DDP: two models in another order",
+    "DDP: a reduction of one rank in a helper",
     "DDP: another learning rate",
     "Accelerator: gather of another size",
     "Accelerator: gather under is_main_process",
+    "Accelerator: objects where others gather tensors",
     "FSDP2: one batch fewer",
 )
 

@@ -27,7 +27,7 @@ class Program:
     """
 
     def __init__(self, compared: int | None = None, **texts: str) -> None:
-        lines = UserLines({__file__})
+        lines = UserLines((__file__,))
         self._find = lines.finder(_site, 2) if compared is None else lines.quick_finder(_site, 2, compared)
         self.names: dict[str, Any] = {"hook": self._hook}
         for name, text in texts.items():
@@ -143,7 +143,7 @@ def test_deep_recursion_ends_at_the_innermost_call(program: Program) -> None:
 
 
 def test_threads_without_a_frame_of_the_user_get_the_last_line() -> None:
-    lines = UserLines({__file__})
+    lines = UserLines((__file__,))
     sum_up = lines.finder(lambda line, key: ("sum", line.filename, line.line), 1)
     meet = lines.finder(lambda line, key: ("meeting", line.filename, line.line), 1)
     _, *here = sum_up((1,))
@@ -170,7 +170,7 @@ def test_a_thread_without_any_frame_gets_the_last_line() -> None:
         is_found.set()
         return line
 
-    find = UserLines({__file__}).finder(site_of, 4)
+    find = UserLines((__file__,)).finder(site_of, 4)
     _thread.start_new_thread(find, ((),))
     assert is_found.wait(60)
     assert [(line.name, line.filename, line.line) for line in found] == [("", "", 0)]
