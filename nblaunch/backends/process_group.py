@@ -8,6 +8,7 @@ decides for each command whether it needs a group, and ``session/server.py`` joi
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -35,6 +36,9 @@ _SETTLE_S = 0.005
 _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
+_numbers = itertools.count()
+"""Numbers of this process's connections to the shared store, each for one group."""
+
 _is_timeout_extended = False
 
 _connections: dict[int, tuple[int, int]] = {}
@@ -124,10 +128,36 @@ def _replace_barrier(c10d: Any) -> None:
     c10d._store_based_barrier = wait_for_members
 
 
+def keep_groups_apart() -> None:
+    """Let a program destroy the default group and create it again.
+
+    The launcher's store outlives the group. Without a name of its own, the second group would take the first one's keys
+    for the addresses of its ranks, and wait forever, as under torchrun.
+    """
+    packages.when_imported("torch.distributed.rendezvous", _name_stores)
+
+
+@packages.defines_replacements
+def _name_stores(rendezvous: Any) -> None:
+    # torch has no public way to choose the store's prefix (torch 2.13).
+    connect = getattr(rendezvous, "_create_c10d_store", None)
+    if connect is None:
+        return
+
+    @packages.replacement_of(connect)
+    def connect_and_name(*args: Any, **kwargs: Any) -> Any:
+        store, number = connect(*args, **kwargs), next(_numbers)
+        return (
+            store if number == 0 else sys.modules["torch.distributed"].PrefixStore(f"group_{number}", store)
+        )
+
+    rendezvous._create_c10d_store = connect_and_name
+
+
 def name_next_group(name: str) -> None:
     """Prefix the keys of this process's next group in the shared store with ``name``, which all ranks must share."""
-    global _name
-    _name = name
+    global _name, _numbers
+    _name, _numbers = name, itertools.count()
 
 
 def is_joined() -> bool:

@@ -245,6 +245,7 @@ class _Worker:
         writes.watch_open()
         span_hooks.record_saves(self.slot, writes.note)
         process_group.wait_for_members_alone()
+        process_group.keep_groups_apart()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
         backend.prepare_worker(assignment.topology)

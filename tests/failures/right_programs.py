@@ -54,6 +54,18 @@ RIGHT_PROGRAMS = (
         4,
     ),
     RightProgram(
+        "a default group that is destroyed and made again",
+        """
+    for number in range(1, 4):
+        dist.init_process_group()
+        total = torch.ones(number)
+        dist.all_reduce(total)
+        assert total.tolist() == [3.0] * number
+        dist.barrier()
+        dist.destroy_process_group()
+""",
+    ),
+    RightProgram(
         "twins of a group",
         """
     dist.init_process_group()
