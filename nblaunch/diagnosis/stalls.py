@@ -294,15 +294,13 @@ def _is_outside(standing: Standing, side: _Side, loop: Loop, *, has_fewer: bool)
     If the loop's function was called by the one in which a rank is now, the rank may have left the loop or not entered
     it. It has left it if it has taken fewer batches (``has_fewer``).
     """
-    if side.kind == "returned":
-        return True
+    if side.kind == "returned" or not side.calls:
+        return side.kind == "returned"
     places = [
         _user_lines(standing, rank) or [(call.site.filename, call.site.line)]
         for rank, call in zip(side.ranks, side.calls, strict=True)
     ]
-    return bool(places) and all(
-        loop.is_left_at(place) or (has_fewer and loop.is_called_at(place)) for place in places
-    )
+    return all(loop.is_left_at(place) or (has_fewer and loop.is_called_at(place)) for place in places)
 
 
 def _user_lines(standing: Standing, rank: int) -> list[tuple[str, int]]:

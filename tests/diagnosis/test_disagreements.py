@@ -204,6 +204,15 @@ def test_a_rank_before_a_loop_has_not_left_it(tmp_path: Path) -> None:
     assert found is None or "left the loop" not in found.headline
 
 
+def test_a_rank_that_is_elsewhere_has_not_left_a_loop(tmp_path: Path) -> None:
+    waits, sleeps = Position("train.py, line 3 in train", "backward"), Position("train.py, line 1 in train")
+    standing = stand(tmp_path, {0: [(BACKWARD, 3)] * 2, 1: [(BACKWARD, 3)], 2: [(BACKWARD, 3)] * 2})
+    found = explain_stall(replace(standing, positions={0: waits, 1: sleeps, 2: waits}))
+    assert found is not None
+    assert found.ranks == (1,)
+    assert found.headline.startswith("rank 1 has not arrived, and is at train.py, line 1")
+
+
 def test_a_loop_in_a_helper_can_be_left(tmp_path: Path) -> None:
     source = """
 def epoch():
