@@ -444,7 +444,7 @@ def test_local_steps_count_calls() -> None:
 
 def _local_where_steps_average(enabled: bool) -> str:
     accelerator = Accelerator()
-    accelerator._shared.process.backend.reduces_gradients_at_step = True  # like XLA devices
+    context.current().backend.reduces_gradients_at_step = True  # like XLA devices
     try:
         LocalSGD(accelerator, _model(), 2, enabled)
     except ValueError as error:

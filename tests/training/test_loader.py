@@ -34,6 +34,7 @@ from nblaunch.training.data.resuming import capture
 from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.shared_state import get_shared_state
 from nblaunch.wire.board import SlotReading
 
 
@@ -401,13 +402,13 @@ def test_looking_at_batches_is_not_an_epoch() -> None:
 
 
 def test_a_kept_look_does_not_affect_later_epochs() -> None:
-    accelerator, train, loader, ended = _prepared_for_epochs()
+    _accelerator, train, loader, ended = _prepared_for_epochs()
     held = iter(loader)
     next(held)
     for epoch in (1, 2):
         for _ in loader:
             train(float(epoch))
-        state = capture(loader, accelerator._shared)
+        state = capture(loader, get_shared_state())
         assert (state["iteration"], state["position"]) == (epoch, None)
     del held
     assert _board().trained == (4, 4, 2)
@@ -416,14 +417,14 @@ def test_a_kept_look_does_not_affect_later_epochs() -> None:
 
 
 def test_a_kept_iterator_may_be_dropped_within_an_epoch() -> None:
-    accelerator, train, loader, _ = _prepared_for_epochs()
+    _accelerator, train, loader, _ = _prepared_for_epochs()
     held = iter(loader)
     next(held)
     for step, _ in enumerate(loader, 1):
         train(1.0)
         if step == 2:
             del held
-            assert capture(loader, accelerator._shared)["position"]["samples"] == 2
+            assert capture(loader, get_shared_state())["position"]["samples"] == 2
     assert (_board().trained, loader.epochs.left) == ((4, 4, 1), 0)
 
 
@@ -431,12 +432,12 @@ def test_looks_and_evaluations_do_not_move_an_epoch() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(_rows(4), shuffle=True))
     for step, _ in enumerate(loader, 1):
-        before = capture(loader, accelerator._shared)
+        before = capture(loader, get_shared_state())
         next(iter(loader))
         with torch.no_grad():
             for _ in loader:
                 pass
-        after = capture(loader, accelerator._shared)
+        after = capture(loader, get_shared_state())
         assert accelerator.gradient_state.end_of_dataloader is (step == 4)
         if step < 4:
             assert after["position"] == before["position"]

@@ -23,6 +23,7 @@ from nblaunch.topology import Topology
 from nblaunch.training.checkpoints import model_files, safe_save
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
 from nblaunch.training.checkpoints.model_files import save_sharded
+from nblaunch.training.shared_state import get_shared_state
 
 
 class Tied(nn.Module):
@@ -249,7 +250,7 @@ def test_the_first_rank_of_the_group_writes(tmp_path: Path, monkeypatch: pytest.
     """This includes a process group that the script created itself, without environment variables."""
     accelerator = Accelerator()
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
-    shared = accelerator._checkpoints.shared
+    shared = get_shared_state()
     monkeypatch.setattr(shared, "process", dataclasses.replace(shared.process, topology=topology))
     accelerator.save({"weight": torch.ones(1)}, tmp_path / "weights.bin")
     assert not (tmp_path / "weights.bin").exists()

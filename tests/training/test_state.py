@@ -174,7 +174,7 @@ def test_settings_of_loaders_are_shown() -> None:
     assert not accelerator.use_stateful_dataloader
     accelerator.even_batches = False
     assert not accelerator.even_batches
-    assert not accelerator._preparer.dataloader_config.even_batches
+    assert not accelerator.dataloader_config.even_batches
 
 
 def test_accelerators_are_pickled_with_prepared_objects() -> None:
