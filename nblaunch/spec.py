@@ -179,6 +179,8 @@ class Use:
         needs_workers: whether ``engine="inline"`` can't honour the setting.
         not_detached: why a detached job can't have the setting, or what to do instead; empty = it can.
         engines: the only engines that take the setting; empty = all.
+        fits_engines: whether engines that start ranks on several machines can honour the setting. They can't honour
+            settings of launches that join a rendezvous or run on one machine.
     """
 
     converter: Converter | None = None
@@ -190,6 +192,7 @@ class Use:
     needs_workers: bool = False
     not_detached: str = ""
     engines: tuple[str, ...] = ()
+    fits_engines: bool = True
 
 
 def _set(default: Any, converter: Converter | None = None, meaning: str = "", **use: Any) -> Any:
@@ -253,32 +256,35 @@ class LaunchSpec:
         1, Machines(), "number of machines, or min:max with c10d", group="machines", option="num_machines"
     )
     node_rank: int = _set(
-        0, Whole(0), "rank of this machine, counted from 0", group="machines", option="machine_rank"
-    )
+        0, Whole(0), "rank of this machine, counted from 0",
+        group="machines", option="machine_rank", fits_engines=False,
+    )  # fmt: skip
     master_addr: str = _set(
         "127.0.0.1", Text("ADDRESS", "127.0.0.1"), "address of machine 0; default on one machine: 127.0.0.1",
-        group="machines", option="main_process_ip", option_default=None,
+        group="machines", option="main_process_ip", option_default=None, fits_engines=False,
     )  # fmt: skip
     master_port: int | None = _set(
         None, Whole(0, 65535), "port of machine 0; default on one machine: a free one",
-        group="machines", option="main_process_port",
+        group="machines", option="main_process_port", fits_engines=False,
     )  # fmt: skip
     rdzv_backend: str = _set(
-        "static", Choice(get_args(RendezvousBackend)), "how machines find each other", group="machines"
-    )
+        "static", Choice(get_args(RendezvousBackend)), "how machines find each other",
+        group="machines", fits_engines=False,
+    )  # fmt: skip
     rdzv_endpoint: str = _set(
         "", Text("HOST:PORT", "host:29400"), "address of the c10d rendezvous; default: machine 0",
-        group="machines", option_default=None,
+        group="machines", option_default=None, fits_engines=False,
     )  # fmt: skip
     rdzv_conf: Mapping[str, Any] | None = _set(
-        None, RendezvousSettings(), "further settings of the rendezvous", group="machines"
+        None, RendezvousSettings(), "further settings of the rendezvous", group="machines", fits_engines=False
     )
     rdzv_timeout_s: float | None = _set(
         None, Number(0.001), "timeout of the rendezvous in seconds; default: 600", group="machines"
     )
     rdzv_id: str = _set(
-        "none", Text("NAME"), "name of the job, if a rendezvous serves several", group="machines"
-    )
+        "none", Text("NAME"), "name of the job, if a rendezvous serves several",
+        group="machines", fits_engines=False,
+    )  # fmt: skip
     max_restarts: int = _set(
         0, Whole(0), "how many times to restart all processes after a failure",
         group="machines", needs_workers=True,
@@ -321,6 +327,7 @@ class LaunchSpec:
         Flag(),
         is_of_start=False,
         not_detached="post_mortem=True: the debugger runs in this kernel, but the job can outlive the kernel",
+        fits_engines=False,
     )
     has_breakpoints: bool = False
     is_session: bool = False
@@ -511,14 +518,6 @@ def _check_nodes(spec: LaunchSpec) -> None:
         )
 
 
-_NOT_ON_NODES = (
-    *("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"),
-    "post_mortem",
-)
-"""Settings of launches that join a rendezvous or run on one machine. Engines for several machines can't honour them.
-"""
-
-
 def _check_engine(spec: LaunchSpec) -> None:
     """Reject settings that the engine can't honour, instead of ignoring them."""
     for spec_field, use in uses():
@@ -530,7 +529,7 @@ def _check_engine(spec: LaunchSpec) -> None:
                 f"{spec_field.name}={value!r} is for engine={' or '.join(map(repr, use.engines))}, but this launch "
                 f"has engine={spec.engine!r}"
             )
-        if spec_field.name in _NOT_ON_NODES and spec.is_on_nodes:
+        if not use.fits_engines and spec.is_on_nodes:
             raise ValueError(
                 f"{spec_field.name}={value!r} can't be combined with engine={spec.engine!r}, which starts the ranks "
                 "of all machines from this one process; leave it out"
