@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import backends, env
 from nblaunch.backends.base import Backend
-from nblaunch.events import Event
+from nblaunch.events import Event, Observation
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.locks import WorkerLocks
@@ -89,6 +90,23 @@ class ProcessContext:
     flush_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
     forget_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
     is_current: bool = field(default=False, init=False, compare=False, repr=False)
+
+    def observe(self, check: str, problem: str, advice: str, frame: FrameType | None, **more: Any) -> None:
+        """Send an observation of a check, with the user's line that ``frame`` runs.
+
+        Args:
+            check: name of the check.
+            problem: as in :class:`Observation`.
+            advice: as in :class:`Observation`.
+            frame: the user's frame; None = unknown.
+            **more: further arguments of :class:`Observation`.
+        """
+        place: dict[str, Any] = (
+            {} if frame is None else {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
+        )
+        self.emit(
+            Observation(self.topology.rank, check=check, problem=problem, advice=advice, **place, **more)
+        )
 
 
 _current: ProcessContext | None = None

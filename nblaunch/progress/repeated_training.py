@@ -12,7 +12,6 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.context import ProcessContext
-from nblaunch.events import Observation
 from nblaunch.user_code import innermost_user_frame
 
 CHECK = "repeated_training"
@@ -48,20 +47,15 @@ class FirstLosses:
             self._report(losses)
 
     def _report(self, losses: list[str]) -> None:
-        frame = innermost_user_frame()
-        self._here.emit(
-            Observation(
-                self._here.topology.rank,
-                check=CHECK,
-                problem=f"every rank repeats the same training: the first {len(losses)} losses are equal on all ranks, "
-                "and no process group connects the ranks",
-                advice="Divide the samples among the ranks, with accelerator.prepare(), DistributedDataParallel or an "
-                "option of the library, such as strategy='ddp' of Lightning; or launch with num_processes=1",
-                value=tuple(losses),
-                judged_by="distinct",
-                filename="" if frame is None else frame.f_code.co_filename,
-                lineno=0 if frame is None else frame.f_lineno,
-            )
+        self._here.observe(
+            CHECK,
+            f"every rank repeats the same training: the first {len(losses)} losses are equal on all ranks, and no "
+            "process group connects the ranks",
+            "Divide the samples among the ranks, with accelerator.prepare(), DistributedDataParallel or an option of "
+            "the library, such as strategy='ddp' of Lightning; or launch with num_processes=1",
+            innermost_user_frame(),
+            value=tuple(losses),
+            judged_by="distinct",
         )
 
 

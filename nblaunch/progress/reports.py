@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nblaunch import context, env
 from nblaunch.errors import user_frame
-from nblaunch.events import EpochEnded, Observation
+from nblaunch.events import EpochEnded
 from nblaunch.progress.board_reports import BusyTime, Loop, LoopStack, LossReport
 from nblaunch.user_code import is_user_file
 
@@ -70,18 +70,13 @@ def _report_nan(step: int) -> None:
     """Send the first step after which all losses of this rank are NaN; the launcher compares the ranks' steps."""
     if env.is_check_off(NAN_CHECK):
         return
-    here, frame = context.current(), user_frame()
-    is_users = is_user_file(frame.f_code.co_filename)
-    here.emit(
-        Observation(
-            here.topology.rank,
-            check=NAN_CHECK,
-            problem=f"losses have been NaN since step {step} on this rank, and since the next step on all others",
-            advice="Check the samples that the rank has read for this step: their gradients made all weights NaN",
-            step=step,
-            value=step,
-            judged_by="first",
-            filename=frame.f_code.co_filename if is_users else "",
-            lineno=frame.f_lineno,
-        )
+    frame = user_frame()
+    context.current().observe(
+        NAN_CHECK,
+        f"losses have been NaN since step {step} on this rank, and since the next step on all others",
+        "Check the samples that the rank has read for this step: their gradients made all weights NaN",
+        frame if is_user_file(frame.f_code.co_filename) else None,
+        step=step,
+        value=step,
+        judged_by="first",
     )

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nblaunch import env
 from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
-from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.clipping import LateClipping, ScaledClipping, measures_only, observe_torch
 from nblaunch.training.checks.data import FixedOrder, SameSamples
@@ -152,21 +151,11 @@ class Watch:
             if judged_by == "itself" and not check.is_hint:
                 self._warnings.append(f"{problem}. {advice} (NBLAUNCH_CHECKS=-{check.name} silences this)")
             return
-        frame = user_frame()
-        process.emit(
-            Observation(
-                process.topology.rank,
-                check=check.name,
-                problem=problem,
-                advice=advice,
-                step=self._slot.num_updates if step is None else step,
-                value=value,
-                judged_by=judged_by,
-                filename=frame.f_code.co_filename,
-                lineno=frame.f_lineno,
-                is_hint=check.is_hint,
-            )
-        )
+        step = self._slot.num_updates if step is None else step
+        process.observe(
+            check.name, problem, advice, user_frame(),
+            step=step, value=value, judged_by=judged_by, is_hint=check.is_hint,
+        )  # fmt: skip
 
     def _end_window(self, num_steps: int) -> None:
         if self._remove_hook is not None:

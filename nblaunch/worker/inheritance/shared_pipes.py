@@ -15,7 +15,6 @@ from collections.abc import Collection
 from typing import Any
 
 from nblaunch import context, env, packages
-from nblaunch.events import Observation
 from nblaunch.user_code import innermost_user_frame
 from nblaunch.worker.inheritance.positions import Identity
 
@@ -49,20 +48,15 @@ def watch(channels: Collection[Identity]) -> None:
 
 
 def _report(pipe: Identity) -> None:
-    here, frame = context.current(), innermost_user_frame()
-    here.emit(
-        Observation(
-            here.topology.rank,
-            check=CHECK,
-            problem="all ranks read from one pipe to a process that a cell has started, so a rank may get the reply to "
-            "another rank's request",
-            advice="Create the object that owns the process inside the function, such as a SubprocVecEnv or "
-            "ParallelEnv, so that each rank has its own",
-            value=pipe,
-            judged_by="distinct",
-            filename="" if frame is None else frame.f_code.co_filename,
-            lineno=0 if frame is None else frame.f_lineno,
-        )
+    context.current().observe(
+        CHECK,
+        "all ranks read from one pipe to a process that a cell has started, so a rank may get the reply to another "
+        "rank's request",
+        "Create the object that owns the process inside the function, such as a SubprocVecEnv or ParallelEnv, so that "
+        "each rank has its own",
+        innermost_user_frame(),
+        value=pipe,
+        judged_by="distinct",
     )
 
 
