@@ -1,7 +1,7 @@
 """Directives that generate parts of the reference from the package, so that they are always complete.
 
 .. public-names:: nblaunch.utils    an entry for each public name of a module
-.. command-help:: launch            the output of ``nblaunch launch --help``
+.. command-help::                   a section for each command, with the output of its ``--help``
 .. environment-variables::          the table of environment variables that nblaunch reads
 """
 
@@ -65,12 +65,14 @@ def kind_of(value: Any) -> str:
 
 
 class CommandHelp(SphinxDirective):
-    """The output of a command's ``--help``."""
-
-    required_arguments = 1
+    """A section for each command, with the output of its ``--help``."""
 
     def run(self) -> list[nodes.Node]:
-        return [nodes.literal_block(language="text", text=help_of(self.arguments[0]))]
+        lines: list[str] = []
+        for title, command in ((f"nblaunch {command}", command) for command in cli.COMMANDS):
+            shown = (f"   {line}" for line in help_of(command).splitlines())
+            lines += [title, "-" * len(title), "", ".. code-block:: text", "", *shown, ""]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
 class EnvironmentVariables(SphinxDirective):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch import cli
 from tests.architecture.source import ROOT
 from tests.kernels import Kernel
 from tests.test_readme import blocks, check_commands
@@ -45,8 +44,3 @@ def test_code_parses_and_imports_what_exists(path: Path) -> None:
 def test_commands_are_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for language, code in blocks(path) if language == "" for line in code.splitlines()]
     check_commands(lines, capsys)
-
-
-def test_the_commands_page_is_complete() -> None:
-    page = (ROOT / "docs" / "reference" / "commands.rst").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\.\. command-help:: (\S+)$", page, re.MULTILINE)) == set(cli.COMMANDS)

@@ -12,6 +12,7 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import nblaunch
+from nblaunch import cli
 from nblaunch.compat import names
 from tests.architecture.source import ROOT, listing
 from tests.docs.conftest import BUILD_S
@@ -58,6 +59,11 @@ def test_every_public_name_is_in_the_index(site: Path) -> None:
     missing = sorted(name for name in wanted if name not in described)
     assert len(wanted) > 200
     assert not missing, f"not in docs/reference:{listing(missing)}"
+
+
+def test_every_command_has_a_section(site: Path) -> None:
+    anchors = _page(site / "docs" / "reference" / "commands.html").anchors
+    assert {f"nblaunch-{command}" for command in cli.COMMANDS} <= anchors
 
 
 def test_internal_links_are_valid(site: Path) -> None:
