@@ -1,6 +1,6 @@
 """Directives that generate parts of the reference from the package, so that they are always complete.
 
-.. public-names:: nblaunch.utils    an entry for each public name of a module
+.. public-names::                   a section for each module with Accelerate's names, with an entry for each name
 .. command-help::                   a section for each command, with the output of its ``--help``
 .. environment-variables::          the table of environment variables that nblaunch reads
 """
@@ -23,22 +23,20 @@ from nblaunch import cli, env
 from nblaunch.compat import names
 
 
-def public_names(module: str) -> list[str]:
-    """Return the public names of a module, from the table of Accelerate's modules or from ``__all__``."""
-    if module in names.HOMES:
-        return sorted(names.HOMES[module])
-    return sorted(importlib.import_module(module).__all__)
-
-
 class PublicNames(SphinxDirective):
-    """An entry for each public name of a module; a name that ``nblaunch`` also has becomes a reference to it."""
-
-    required_arguments = 1
+    """An entry for each name of each module; a name that ``nblaunch`` also has becomes a reference to it."""
 
     def run(self) -> list[nodes.Node]:
-        module = self.arguments[0]
-        lines = [line for name in public_names(module) for line in entry(module, name)]
-        return self.parse_text_to_nodes("\n".join(lines))
+        lines: list[str] = []
+        for module in names.FILES:
+            lines += heading(module)
+            lines += [line for name in sorted(names.HOMES[module]) for line in entry(module, name)]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def heading(title: str) -> list[str]:
+    """Return the lines of a section's heading."""
+    return [title, "-" * len(title), ""]
 
 
 def entry(module: str, name: str) -> Iterator[str]:
@@ -69,9 +67,9 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         lines: list[str] = []
-        for title, command in ((f"nblaunch {command}", command) for command in cli.COMMANDS):
+        for command in cli.COMMANDS:
             shown = (f"   {line}" for line in help_of(command).splitlines())
-            lines += [title, "-" * len(title), "", ".. code-block:: text", "", *shown, ""]
+            lines += [*heading(f"nblaunch {command}"), ".. code-block:: text", "", *shown, ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
