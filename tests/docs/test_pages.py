@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.training.checks.watch import CHECKS
 from tests.architecture.source import ROOT
 from tests.kernels import Kernel
 from tests.test_readme import blocks, check_commands
@@ -44,3 +45,8 @@ def test_code_parses_and_imports_what_exists(path: Path) -> None:
 def test_commands_are_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for language, code in blocks(path) if language == "" for line in code.splitlines()]
     check_commands(lines, capsys)
+
+
+def test_every_check_is_on_the_page_about_silent_errors() -> None:
+    page = (ROOT / "docs" / "how-to" / "silent-errors.md").read_text(encoding="utf-8")
+    assert {check.name for check in CHECKS} <= set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
