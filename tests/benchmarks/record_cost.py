@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
 
 from tests.benchmarks import instructions
-from tests.benchmarks.bench import ROOT, Row, at_most
+from tests.benchmarks.bench import ROOT, Row, at_most, count_calls
 from tests.benchmarks.instructions import Lap
 from tests.benchmarks.step_overhead import BATCH, _dataset, _model
 
@@ -151,18 +150,7 @@ def _times(lap: Lap, meet: Callable[[], None]) -> dict[str, float]:
         began_s = time.process_time()
         lap()
         laps_s.append(time.process_time() - began_s)
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        lap()
-    finally:
-        sys.setprofile(None)
-    return {"us": min(laps_s) / NUM_STEPS * 1e6, "calls": calls / NUM_STEPS}
+    return {"us": min(laps_s) / NUM_STEPS * 1e6, "calls": count_calls(lap) / NUM_STEPS}
 
 
 if __name__ == "__main__":

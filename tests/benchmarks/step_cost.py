@@ -33,7 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from tests.benchmarks import instructions
-from tests.benchmarks.bench import ROOT, Row
+from tests.benchmarks.bench import ROOT, Row, count_calls
 from tests.benchmarks.instructions import LONG, NUM_COUNTED, SHORT, Lap
 
 MAX_ADDED_US = 20.0
@@ -111,7 +111,7 @@ def _measure(what: str, folder: str, has_peer: bool) -> Measured:
     if what == "times":
         return _times(_loops(NUM_STEPS, has_peer))
     instructions.put_off_reports()
-    count = (lambda lap: instructions.of_lap(lap, Path(folder))) if what == "instructions" else _calls
+    count = (lambda lap: instructions.of_lap(lap, Path(folder))) if what == "instructions" else count_calls
     loops = [_loops(num_steps, has_peer) for num_steps in (SHORT, LONG)]
     # The first epoch searches for the loops around its line and keeps the result. Occasional events, such as signals,
     # add calls to other epochs; the smallest count is free of them.
@@ -158,24 +158,6 @@ def _as_added(found: Mapping[tuple[str, str], float]) -> Measured:
 
 def _names(found: Mapping[tuple[str, str], Any]) -> list[str]:
     return list(dict.fromkeys(name for _, name in found))
-
-
-def _calls(lap: Lap) -> int:
-    """Return the calls of Python functions in a lap, without the garbage collector's."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        lap()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ The tests count them, because times would differ on a busy machine.
 
 from __future__ import annotations
 
-import gc
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ from nblaunch import Accelerator, backends, context
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
+from tests.benchmarks.bench import count_calls
 
 SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
@@ -83,26 +82,6 @@ def _accelerated(num_steps: int, has_loader: bool, accumulates: bool) -> Lap:
     return lap
 
 
-def _calls(lap: Lap) -> int:
-    """Count the calls of a lap in this thread, with the garbage collector turned off, because it may call back at
-    any step.
-    """
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        lap()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
-
-
 def _per_step(count: Callable[[Lap], int], loop: Callable[..., Lap], *kind: bool) -> float:
     """Return the count for one more step of a loop."""
     laps = [loop(num_steps, *kind) for num_steps in (SHORT, LONG)]
@@ -122,10 +101,10 @@ def _added_calls() -> dict[str, float]:
         patch.setattr("nblaunch.progress.board_reports._BUSY_INTERVAL_S", 1e9)
         patch.setattr("nblaunch.progress.plain_loops._PLACE_S", 1e9)
         ours = {
-            name: _per_step(_calls, _accelerated, *kind) - 1 for name, kind in kinds.items()
+            name: _per_step(count_calls, _accelerated, *kind) - 1 for name, kind in kinds.items()
         }  # without step()
         _unhook(patch)
-        return {name: ours[name] - _per_step(_calls, _plain, kind[0]) for name, kind in kinds.items()}
+        return {name: ours[name] - _per_step(count_calls, _plain, kind[0]) for name, kind in kinds.items()}
 
 
 def _unhook(patch: pytest.MonkeyPatch) -> None:
