@@ -221,6 +221,7 @@ class LaunchSpec:
         has_breakpoints: whether ``breakpoint()`` in a worker opens pdb in this process, which needs a front end that
             allows input.
         is_session: whether the workers belong to a session, to which this process sends commands.
+        is_script: whether ``function`` is a script: rank 0 reads standard input, and exit code 0 is success.
         is_detached: whether the job outlives this process; it then keeps the trained weights.
         is_spmd: whether one process drives all devices (XLA).
         nodes: engine that keeps its nodes between launches, a ``KeptEngine``; None = a new one.
@@ -331,6 +332,7 @@ class LaunchSpec:
     )
     has_breakpoints: bool = False
     is_session: bool = False
+    is_script: bool = False
     is_detached: bool = False
     nodes: Any = None
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -152,7 +152,7 @@ def spec_of_script(
     function = Script(script, tuple(arguments), is_module=is_module, folder=os.getcwd())
     method: dict[str, Any] = {} if resolved.is_set("start_method") else {"start_method": "spawn"}
     try:
-        return spec_of(resolved, function, sync_weights=False, **method)
+        return spec_of(resolved, function, is_script=True, sync_weights=False, **method)
     except ConfigError as error:
         raise UsageError(str(error)) from None
 

@@ -19,7 +19,7 @@ from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
     RootCause,
     find_root_cause,
-    how_ended,
+    how_died,
     others_in_one_line,
     own_failures,
     what_happened,
@@ -141,7 +141,8 @@ def failure_of(
     if mismatch is not None:
         explanation = [f"{mismatch.headline}.", mismatch.advice]
     else:
-        explanation = [] if evidence else [what_it_means(root)]
+        meaning = "" if evidence else what_it_means(root, is_script=report.is_script)
+        explanation = [meaning] if meaning else []
     advice = [*explanation, *evidence, *shm_evidence(report, root)]
     traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
     return _died(root, pid, what_happened(root, report), advice, [*traces, *notes])
@@ -179,15 +180,16 @@ def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure 
     """Return the failure on another node that explains the failures of this node, or None."""
     if own_failures(report):
         return None
-    explanation = _explain_remote(report.remote, notes)
+    explanation = _explain_remote(report, notes)
     if explanation is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
         explanation = _left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
     return explanation
 
 
-def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | None:
+def _explain_remote(report: AttemptReport, notes: Sequence[str]) -> Failure | None:
     """Return the first failure on another node, with ``notes``; None if there is none."""
+    remote = report.remote
     times = {rank: failed.time_s for rank, failed in remote.failed.items()}
     times |= {rank: time_s for rank, (_, time_s) in remote.exits.items()}
     if times:
@@ -195,7 +197,7 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | N
         label = remote.labels[rank]
         if rank in remote.failed:
             return _raised_remotely(remote.failed[rank], label, notes)
-        return _died_remotely(remote, rank, notes)
+        return _died_remotely(report, rank, notes)
     for rank, why in remote.lost.items():
         advice = remote.advice or _LOOK_THERE
         error = NodeLost("\n".join([f"{why}.", advice, *notes]), rank=rank, exitcode=1)
@@ -231,12 +233,12 @@ def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Failur
     return Failure(error, failed.rank, f"{lines[0]} (on {label})")
 
 
-def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Failure:
-    status, _ = remote.exits[rank]
-    how = how_ended(status) + ("" if status.signal_name else " before the function returned")
-    headline = f"{how} (on {remote.labels[rank]})"
-    meaning = what_it_means(RootCause(rank, status=status))
-    text = f"rank {rank} {headline}. {meaning} That machine has its last lines and its complete log."
+def _died_remotely(report: AttemptReport, rank: int, notes: Sequence[str]) -> Failure:
+    status, _ = report.remote.exits[rank]
+    headline = f"{how_died(status, is_script=report.is_script)} (on {report.remote.labels[rank]})"
+    meaning = what_it_means(RootCause(rank, status=status), is_script=report.is_script)
+    sentences = [f"rank {rank} {headline}.", meaning, "That machine has its last lines and its complete log."]
+    text = " ".join(filter(None, sentences))
     return Failure(
         WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=_exit_code(status)), rank, headline
     )

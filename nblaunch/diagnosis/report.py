@@ -114,6 +114,7 @@ class AttemptReport:
         evidence: rank -> evidence from its own node about its death or failure, if an engine has started it.
         disagreement: calls that must agree but do not; None if no difference is known.
         calls: rank -> its last collectives, for ranks of this node.
+        is_script: whether the function is a script, which chooses its own exit code.
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class AttemptReport:
     evidence: dict[int, Evidence] = field(default_factory=dict)
     disagreement: Explanation | None = None
     calls: dict[int, RankCalls] = field(default_factory=dict)
+    is_script: bool = False
 
     def add(self, event: Event) -> None:
         """Record an event of a rank. Only the first value, failure and exit of each rank count."""

@@ -107,13 +107,20 @@ def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
 def what_happened(cause: RootCause, report: AttemptReport) -> str:
     """Return how a rank ended, as a phrase that completes a sentence: ``was killed by SIGSEGV``."""
     if cause.left_early:
-        left = (
-            "called sys.exit(0)" if report.returned[cause.rank].left_by_exit else "returned from the function"
-        )
+        left = "returned from the function"
+        if report.is_script:
+            left = "ended"
+        elif report.returned[cause.rank].left_by_exit:
+            left = "called sys.exit(0)"
         waiting = formatting.ranks(report.failed)
         return f"{left} while {waiting} still needed it in a collective operation"
-    status = cause.status or ExitStatus(0)
-    return how_ended(status) + (" before the function returned" if status.code >= 0 else "")
+    return how_died(cause.status or ExitStatus(0), is_script=report.is_script)
+
+
+def how_died(status: ExitStatus, *, is_script: bool) -> str:
+    """Return how a process ended without an exception: ``ended with exit code 3 before the function returned``."""
+    is_early = status.code >= 0 and not is_script
+    return how_ended(status) + (" before the function returned" if is_early else "")
 
 
 def how_ended(status: ExitStatus) -> str:
@@ -127,8 +134,10 @@ def how_ended(status: ExitStatus) -> str:
 def early_leavers(report: AttemptReport) -> str:
     """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did so.
 
-    All ranks do so in a script that ends with ``sys.exit(main())``.
+    All ranks do so in a function that ends with ``sys.exit(main())``. In a script, ranks may leave whenever they like.
     """
+    if report.is_script:
+        return ""
     leavers = [rank for rank, event in report.returned.items() if event.left_by_exit]
     if len(leavers) in (0, len(report.returned)):
         return ""
@@ -136,8 +145,8 @@ def early_leavers(report: AttemptReport) -> str:
     return f"{formatting.ranks(leavers)} called sys.exit(0) before the function returned; {nothing} None"
 
 
-def what_it_means(cause: RootCause) -> str:
-    """Return what the cause means and what to do next."""
+def what_it_means(cause: RootCause, *, is_script: bool = False) -> str:
+    """Return what the cause means and what to do next; empty if a script chose its exit code."""
     status = cause.status or ExitStatus(0)
     if cause.left_early:
         return SAME_COLLECTIVES
@@ -147,6 +156,8 @@ def what_it_means(cause: RootCause) -> str:
         return _MEANINGS.get(status.signal_name, other)
     if not status.is_known:
         return _UNKNOWN_STATUS
+    if is_script:
+        return ""
     return (
         f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception instead, "
         "so that its traceback appears here."

@@ -324,6 +324,7 @@ def assign(
                 command_fd=_connect(rank, connections.commands, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,
+                is_script=spec.is_script,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=plan.num_threads,

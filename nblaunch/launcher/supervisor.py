@@ -29,6 +29,7 @@ from nblaunch.events import (
     ExitStatus,
     Failed,
     Note,
+    Returned,
     Started,
     WorkerState,
 )
@@ -101,7 +102,7 @@ class Supervisor:
         self._on_prompts = on_prompts or _nothing
         self._read_outbox = read_outbox
         self._post_mortem_since_s: float | None = None
-        self._report = AttemptReport(memory=running.memory)
+        self._report = AttemptReport(memory=running.memory, is_script=attempt.spec.is_script)
         self._sending = SendingRanks(running, self._report)
         self._next_tick = self._next_inspection = 0.0
         self._agreement: Agreement | None = None
@@ -282,21 +283,24 @@ class Supervisor:
         """Handle the events of a rank; return whether its pipe was closed."""
         events, is_closed = self._running.connections.receivers[rank].receive()
         for event in events:
-            self._report.add(event)
-            if isinstance(event, Started):
-                self._started.add(event.rank)
-                # A forkserver's group may not list the process yet.
-                self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
-            elif isinstance(event, Failed) and event.rank not in self._report.returned:
-                if self._attempt.keeps_workers:
-                    self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
-                else:
-                    self._begin_escalation()
-            for watcher in self._watchers:
-                watcher.receive(event)
-            self._hangs.count(rank, event)
-            self._emit(event)
+            self._handle(rank, event)
         return is_closed
+
+    def _handle(self, rank: int, event: Event) -> None:
+        self._report.add(event)
+        if isinstance(event, Started):
+            self._started.add(event.rank)
+            # A forkserver's group may not list the process yet.
+            self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
+        elif isinstance(event, Failed) and event.rank not in self._report.returned:
+            if self._attempt.keeps_workers:
+                self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
+            else:
+                self._begin_escalation()
+        for watcher in self._watchers:
+            watcher.receive(event)
+        self._hangs.count(rank, event)
+        self._emit(event)
 
     def _read_pipes(self, ranks: Sequence[int] | None = None) -> None:
         """Handle the events that ranks have sent so far; None = all ranks."""
@@ -324,6 +328,8 @@ class Supervisor:
             now = time.time()
             self._report.exits[rank] = (status, now)
             self._read_pipes([rank])  # its last events, before its end is judged
+            if status.code == 0 and self._report.is_script and rank not in self._report.failed:
+                self._handle(rank, Returned(rank, now))  # it left with os._exit(0), or became another program
             self._running.guardian.watch_only(self._group.process_groups())
             was_stopped = rank in self._report.signalled
             self._emit(Exited(rank=rank, time_s=now, status=status, was_stopped=was_stopped))

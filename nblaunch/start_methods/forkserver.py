@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     descendants.carry(first.descendant_tag)
     try:
         # Output and errors that appear while the call is loaded are shown as the first rank's.
-        output.capture(first.log_path)
+        output.capture(first.log_path, keeps_input=first.reads_input)
         process_control.watch_faults(first.stacks_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()

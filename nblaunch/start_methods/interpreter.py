@@ -60,12 +60,13 @@ def start_interpreter(
         call=call,
         report_fd=report_fd,
     )
+    reads_input = any(assignment.reads_input for assignment in assignments)
     inherited = {assignments[0].board_fd}
     inherited.update(fd for assignment in assignments for fd in assignment.own_fds)
     if report_fd >= 0:
         inherited.add(report_fd)
     try:
-        return start_program(module, boot, inherited, call)
+        return start_program(module, boot, inherited, call, reads_input=reads_input)
     except OSError as error:
         raise LaunchError(
             f"can't start a fresh Python process ({sys.executable}): {error}. If descriptors or "
@@ -99,6 +100,8 @@ def start_program(
     inherited: Iterable[int],
     call: SavedCall | None = None,
     environment: Mapping[str, str] | None = None,
+    *,
+    reads_input: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a Python process that calls ``main`` of a module, in its own POSIX session.
 
@@ -109,6 +112,7 @@ def start_program(
         call: the call that it will run. The process starts with the environment, search path and working folder that
             were saved with the call. None = it gets the variables of this process.
         environment: all variables of the process; None = as described for ``call``.
+        reads_input: whether the process gets this process's standard input; otherwise, it gets none.
 
     Raises:
         OSError: the system could not start the process.
@@ -125,35 +129,46 @@ def start_program(
         if environment is None:
             environment = env.snapshot() if call is None else call.environment
         try:
-            return _start(program, message_fd, fds, folder, environment)
+            return _start(program, message_fd, fds, folder, environment, reads_input)
         except OSError as error:
             if error.errno != errno.E2BIG:
                 raise
-        return _start_with_large_environment(program, message_fd, fds, folder, environment)
+        return _start_with_large_environment(program, message_fd, fds, folder, environment, reads_input)
     finally:
         os.close(message_fd)
 
 
 def _start_with_large_environment(
-    program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
+    program: str,
+    message_fd: int,
+    fds: set[int],
+    folder: str | None,
+    environment: Mapping[str, str],
+    reads_input: bool,
 ) -> subprocess.Popen[bytes]:
     """Start with as many variables as the system has room for; the program sets the rest before anything else."""
     small, rest = env.split_by_size(environment)
     rest_fd = _written("nblaunch-environment", rest)
     try:
-        return _start(_REST.format(fd=rest_fd) + program, message_fd, {*fds, rest_fd}, folder, small)
+        program = _REST.format(fd=rest_fd) + program
+        return _start(program, message_fd, {*fds, rest_fd}, folder, small, reads_input)
     finally:
         os.close(rest_fd)
 
 
 def _start(
-    program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
+    program: str,
+    message_fd: int,
+    fds: set[int],
+    folder: str | None,
+    environment: Mapping[str, str],
+    reads_input: bool,
 ) -> subprocess.Popen[bytes]:
     # Otherwise an interrupt would print the traceback of an unfinished import into the cell.
     with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
         return subprocess.Popen(
             [sys.executable, "-c", program, str(message_fd)],
-            stdin=subprocess.DEVNULL,
+            stdin=None if reads_input else subprocess.DEVNULL,
             cwd=folder,
             env=environment,
             pass_fds=sorted(fds),

@@ -49,6 +49,7 @@ class Assignment:
         num_threads: CPU threads for its operations.
         post_mortem: whether to keep the worker after its function has failed, for a debugger.
         has_breakpoints: whether ``breakpoint()`` opens pdb in this worker; the user types into the kernel.
+        is_script: whether the function is a script, whose rank 0 reads the launcher's standard input.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether the kernel wants this worker's return value.
         is_main: whether it sends data that all ranks share, such as the weights of a model that each rank holds.
@@ -79,6 +80,7 @@ class Assignment:
     command_fd: int = -1
     post_mortem: bool = False
     has_breakpoints: bool = False
+    is_script: bool = False
     is_spmd: bool = False
     returns_value: bool = True
     is_main: bool = True
@@ -94,6 +96,11 @@ class Assignment:
     def rank(self) -> int:
         """The rank of the worker."""
         return self.topology.rank
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the worker has the launcher's standard input."""
+        return self.is_script and self.rank == 0
 
     @property
     def own_fds(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
     attached_debugger  detaches from the kernel's debugger
     process_control  starts a POSIX session, ends with its parent, drops the kernel's signal handlers, handles SIGINT
     output           redirects descriptors 1 and 2 to the log file and 0 to /dev/null; replaces ``sys.stdin``,
-                     ``sys.stdout`` and ``sys.stderr``
+                     ``sys.stdout`` and ``sys.stderr``; rank 0 of a script keeps its input
     process_control  asks to be killed first when memory runs out; writes stacks on request
     inheritance      drops state that belongs only to the kernel; shows text instead of HTML; adapts a cell's Trainers
     files            detects ranks that write to the same file of the kernel
@@ -232,10 +232,12 @@ class _Worker:
     def _prepare(self) -> None:
         assignment = self.assignment
         kernel_streams = (sys.stdout, sys.stderr)
-        output.capture(assignment.log_path)
+        output.capture(assignment.log_path, keeps_input=assignment.reads_input)
         process_control.prefer_for_oom_kill()
         process_control.watch_faults(assignment.stacks_path)
         kernel_only.leave_kernel(kernel_streams)
+        if not assignment.reads_input:
+            kernel_only.reject_input(is_script=assignment.is_script)
         payload.send_cells_by_value()
         self.slot.record_spans()
         libraries.count_progress(self.slot)

@@ -95,8 +95,12 @@ _replaced: list[Any] = []
 """The kernel's streams, kept because freeing them writes to them."""
 
 
-def capture(log_path: str) -> None:
+def capture(log_path: str, *, keeps_input: bool = False) -> None:
     """Redirect descriptors 0, 1 and 2 and replace ``sys.stdin``, ``stdout`` and ``stderr``.
+
+    Args:
+        log_path: file for the output.
+        keeps_input: whether to leave descriptor 0 and ``sys.stdin`` as they are.
 
     Both outputs append to one file, so that lines keep their order. Processes that the worker starts inherit the
     descriptors, and C libraries also print to them.
@@ -111,15 +115,17 @@ def capture(log_path: str) -> None:
         raise LaunchError(
             f"can't create the log {log_path}: {why}. Choose another folder with log_dir= or NBLAUNCH_LOG_DIR."
         ) from error
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target, inheritable=True)
+    for target in (1, 2):
+        os.dup2(log, target, inheritable=True)
     os.close(log)
-    os.close(null)
     if sys.__stdout__ is _outputs[0][0]:  # in a forkserver, or in a worker that launches workers itself
         renew_buffers()
     _replaced.extend((sys.stdin, sys.__stdin__, sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__))
-    sys.stdin = sys.__stdin__ = _no_input  # type: ignore[misc]
+    if not keeps_input:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0, inheritable=True)
+        os.close(null)
+        sys.stdin = sys.__stdin__ = _no_input  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 

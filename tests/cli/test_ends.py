@@ -75,6 +75,55 @@ def test_exit_code_comes_from_the_failed_rank(leaving: str, code: int) -> None:
     assert ("rank 1 (pid " in ended.err) == (code != 0)
 
 
+@pytest.mark.parametrize(
+    "leaving",
+    [
+        "os._exit(0)",
+        "os.execv(sys.executable, [sys.executable, '-c', 'print(\"second program\", flush=True)'])",
+    ],
+)
+def test_a_process_that_ends_with_code_0_has_succeeded(leaving: str) -> None:
+    ended = launch(
+        "--num_processes", "2", script(f"import os, sys\nprint('trained', flush=True)\n{leaving}\n")
+    )
+    assert ended.code == 0, ended.err
+    assert "done in" in ended.err
+    assert "before the function returned" not in ended.err
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
+    name = script("""
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            os._exit(0)
+        time.sleep(1)
+        os._exit(5)
+    """)
+    ended = launch("--num_processes", "2", name)
+    assert ended.code == 5, ended.err
+    assert "rank 1 (pid " in ended.err
+    assert "rank 0: finished" in ended.err
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit(2)", "sys.exit('no data folder')", "os._exit(3)"])
+def test_a_script_that_chooses_its_exit_code_gets_no_advice(leaving: str) -> None:
+    ended = launch(
+        "--num_processes", "2", script(f"import os, sys\nprint('bad usage', flush=True)\n{leaving}\n")
+    )
+    assert ended.code in (1, 2, 3)
+    assert "ended with exit code" in ended.err
+    assert "    bad usage" in ended.err  # the last lines
+    for words in ("function", "Something called", "Raise an exception"):
+        assert words not in ended.err
+
+
+def test_ranks_of_a_script_may_leave_before_others() -> None:
+    name = script("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(0)\nprint('goes on')\n")
+    ended = launch("--num_processes", "2", name)
+    assert ended.code == 0
+    assert "sys.exit(0)" not in ended.err
+
+
 def test_a_syntax_error_points_to_the_script() -> None:
     ended = launch("--num_processes", "2", script("x = = 1\n"))
     assert ended.code == 1

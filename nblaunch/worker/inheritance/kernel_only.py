@@ -42,7 +42,6 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     """
     _drop_exit_handlers()
     _leave_interactive_mode()
-    _reject_input()
     _redirect_kernel_streams(kernel_streams)
     _drop_kernel_messages()
     _forget_figures()
@@ -128,10 +127,20 @@ def _leave_interactive_mode() -> None:
     threading.excepthook = threading.__excepthook__
 
 
-def _reject_input() -> None:
-    """Make ``input()`` raise an error, because a front end can't ask for several workers at the same time."""
+def reject_input(*, is_script: bool) -> None:
+    """Make ``input()`` raise an error, because a front end can't ask for several workers at the same time.
+
+    Args:
+        is_script: whether the worker runs a script. Only rank 0 has its input, and for other ranks the input ends at
+            once, as libraries expect it of a program without input.
+    """
 
     def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
+        if is_script:
+            raise EOFError(
+                f"input({str(prompt)!r}) was called, but only rank 0 reads standard input. Ask on rank 0 and "
+                "broadcast the answer, or pass it as an argument of the script"
+            )
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard. Ask before the launch "
             "and pass the answer as an argument. To use a debugger, call breakpoint(), or launch with post_mortem=True "
