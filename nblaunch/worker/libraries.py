@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import string
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from nblaunch import packages
+from nblaunch import env, packages
 from nblaunch.host import waits
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot
@@ -264,6 +266,40 @@ def reject_launchers(topology: Topology) -> None:
         packages.observe_when_imported(_LIGHTNING_LAUNCHER.format(package), watch)
 
 
+def let_spawned_ranks_meet(topology: Topology) -> None:
+    """Let processes of ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
+
+    With torchrun's variables, they would all wait for a store of the launcher, at any address that they choose. If the
+    job has several ranks, their groups collide, which now raises an error. A single rank also leaves them a free port.
+    """
+
+    def leave_store() -> None:
+        env.apply({"TORCHELASTIC_USE_AGENT_STORE": None})
+        if topology.world_size == 1:
+            env.apply({"MASTER_PORT": str(_free_port())})
+
+    def watch(module: Any) -> None:
+        start = module.start_processes
+
+        @packages.replacement_of(start)
+        def start_without_store(*args: Any, **kwargs: Any) -> Any:
+            leave_store()
+            return start(*args, **kwargs)
+
+        for holder in (module, sys.modules[module.__package__]):  # the package may have its own reference
+            if getattr(holder, start.__name__, start) is start:
+                setattr(holder, start.__name__, start_without_store)
+
+    packages.observe_when_imported("torch.multiprocessing.spawn", watch)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def explain_launcher(error: BaseException) -> tuple[str, ...]:
     """Return a sentence about the function's own processes, if one of them has failed."""
     kind = type(error)
@@ -271,5 +307,5 @@ def explain_launcher(error: BaseException) -> tuple[str, ...]:
         return ()
     return (
         "the function started this process itself, with torch.multiprocessing. If it was meant to be a rank, call its "
-        "function directly: nblaunch has already started one process per rank",
+        "function directly: nblaunch has already started one process per rank. Or launch with num_processes=1",
     )
