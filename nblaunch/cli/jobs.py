@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import final
 
 from nblaunch import formatting
 from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
 from nblaunch.dashboard import text_dashboards
+from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.detached import jobs
 from nblaunch.detached.folder import JobFolder
-from nblaunch.detached.follower import follow
+from nblaunch.detached.follower import JobFollower, follow
 from nblaunch.detached.listing import endpoint_of, find
 from nblaunch.detached.requests import TAKEN
 from nblaunch.errors import LaunchError
+from nblaunch.events import Event, LogLines
 from nblaunch.launcher.requests import interrupts_as_requests
 
 _LOOK_S = 0.1
@@ -48,6 +51,12 @@ def set_up_logs(parser: argparse.ArgumentParser) -> None:
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
     parser.add_argument("--attempt", type=int, help="the attempt, counted from 0; default: the last")
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print all attempts, and new output until the job ends; Ctrl-C leaves the job running",
+    )
     parser.set_defaults(run=_print_log)
 
 
@@ -104,10 +113,24 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _attach(arguments: argparse.Namespace) -> int:
-    from nblaunch.cli.script_job import exit_code
+@final
+class _RankOutput(Dashboard):
+    """Prints the lines of one rank, without a label."""
 
-    folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, LogLines) and event.rank == self._rank:
+            print("\n".join(event.lines), flush=True)
+
+
+def _follow(folder: JobFolder, dashboards: list[Dashboard]) -> JobFollower:
+    """Show a job until it ends or the user interrupts this command; its outcome is None if it still runs.
+
+    Raises:
+        UsageError: the job can't be followed from here.
+    """
     interrupts: list[float] = []
     # Interrupts are recorded, not raised, because Python could ignore a KeyboardInterrupt, for example in a finalizer,
     # or raise it while the thread starts.
@@ -120,6 +143,14 @@ def _attach(arguments: argparse.Namespace) -> int:
             pass
     if follower.outcome is None:
         print(f"\n{follower.id} is still running; `nblaunch stop {follower.id}` ends it", file=sys.stderr)
+    return follower
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    from nblaunch.cli.script_job import exit_code
+
+    follower = _follow(_chosen_job(arguments), text_dashboards(shortens=False))
+    if follower.outcome is None:
         return INTERRUPTED_EXIT_CODE
     failure = follower.outcome.error
     if failure is not None:
@@ -138,6 +169,9 @@ def _print_log(arguments: argparse.Namespace) -> int:
         )
     if not folder.log_path(arguments.rank, attempt).exists():
         raise UsageError(f"{folder.id} has no rank {arguments.rank}")
+    if arguments.follow:
+        follower = _follow(folder, [GuardedDashboard(_RankOutput(arguments.rank))])
+        return INTERRUPTED_EXIT_CODE if follower.outcome is None else 0
     text = folder.read(arguments.rank, attempt)
     print(text, end="" if text.endswith("\n") or not text else "\n")
     return 0
@@ -147,7 +181,10 @@ def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
     endpoint = endpoint_of(folder)
     if not endpoint.is_served():
-        raise UsageError(f"{folder.id} has ended, or runs on another machine")
+        statuses = [record.status for record in jobs() if record.id == folder.id]
+        raise UsageError(
+            f"{folder.id} can't be stopped from here; its status is {''.join(statuses) or 'unknown'}"
+        )
     request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
     reply = endpoint.ask(request)
     if reply != TAKEN:

@@ -209,12 +209,20 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     assert program.returncode == 130, program.stderr
     assert "is still running" in program.stderr
     assert "running" in desk.command("jobs").stdout
-    assert desk.command("stop", job_id[:-3]).returncode == 0
+    with desk.start_command("logs", "--follow", job_id, "--rank", "1") as log:
+        assert log.stdout is not None
+        assert log.stdout.readline() == "waiting\n"
+        assert desk.command("stop", job_id[:-3]).returncode == 0
+        rest, errors = log.communicate(timeout=60)
+    assert (rest, log.returncode) == ("", 0), errors
     followed = desk.command("attach", job_id)
     assert followed.returncode == 0, followed.stderr
     assert "[1] waiting" in followed.stdout
     assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
-    assert desk.command("stop", job_id).returncode == 2  # the job has ended
+    assert desk.command("logs", job_id, "--rank", "1", "-f").stdout == "waiting\n"
+    ended = desk.command("stop", job_id)
+    assert ended.returncode == 2
+    assert "its status is done" in ended.stderr
     assert kernel.run("job.result(60)").value == "stopped"
 
 
