@@ -2,6 +2,7 @@
 
     SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
+    SIGUSR1, SIGUSR2   passed on to the ranks that handle them; batch systems send them before the time limit
     exit code          0; 1 if the script raised an exception; the exit code of the rank whose process died;
                        128 + N after signal N; 2 if nothing was started
 
@@ -226,7 +227,10 @@ def exit_code(error: BaseException | None, received: Sequence[int]) -> int:
 
 @contextmanager
 def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
-    """Terminate the job on SIGTERM and SIGHUP while the block runs; yield the list of received signals."""
+    """Terminate the job on SIGTERM and SIGHUP while the block runs; yield the list of received signals.
+
+    SIGUSR1 and SIGUSR2 are passed on to the ranks.
+    """
     received: list[int] = []
 
     def on_signal(signum: int, frame: object) -> None:
@@ -236,6 +240,8 @@ def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
     # nohup ignores SIGHUP.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in numbers}
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        before[number] = signal.signal(number, lambda signum, frame: runner.requests.pass_on(signum))
     try:
         yield received
     finally:

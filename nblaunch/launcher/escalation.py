@@ -199,12 +199,31 @@ class Termination:
     def _signal(self, pids: Mapping[int, int]) -> None:
         """Send SIGTERM once to each rank that has a handler."""
         self._begun.update(pids)
-        for rank, pid in pids.items():
-            if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
-                self._handling.add(rank)
-                # Do not signal its group, because its data loader processes have no handler.
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        others = {rank: pid for rank, pid in pids.items() if rank not in self._handling}
+        self._handling.update(_signal_handling(signal.SIGTERM, others))
+
+
+def pass_on(signum: int, pids: Mapping[int, int]) -> str:
+    """Send a signal that the launcher received to the ranks that handle it; return a note.
+
+    Args:
+        signum: the signal, which has no meaning for the launcher.
+        pids: rank -> process of the ranks whose function is running.
+    """
+    name, handling = signal.Signals(signum).name, _signal_handling(signum, pids)
+    if not handling:
+        return f"{name} received: no rank has a handler for it, so it has no effect"
+    return f"{name} received: sent to {formatting.ranks(handling)}"
+
+
+def _signal_handling(signum: int, pids: Mapping[int, int]) -> list[int]:
+    """Send a signal to the ranks that have a handler for it, and return these ranks."""
+    handling = [rank for rank, pid in sorted(pids.items()) if proc.catches(pid, signum)]
+    for rank in handling:
+        # Do not signal its group, because its data loader processes have no handler.
+        with suppress(ProcessLookupError):
+            os.kill(pids[rank], signum)
+    return handling
 
 
 class SendingRanks:

@@ -4,6 +4,7 @@
     terminate(s)   stop, and interrupt after ``s`` seconds; the second call interrupts at once
     interrupt()    KeyboardInterrupt in all workers; the second call kills them
     cancel()       kills all workers
+    pass_on(n)     sends signal ``n`` to the workers that handle it
     ask_stacks()   returns the position of every rank, as text
     ask_logs()     shows all output so far, as after a session's command
 
@@ -24,11 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors, signal_handlers
 
+_Item = TypeVar("_Item")
 _NO_WORKER = "no worker of the job is running"
 
 
@@ -141,6 +143,7 @@ class JobRequests:
         self._owner: weakref.ref[Any] | None = None
         self._lost_owners: list[Any] = []
         self.wants_stop = False
+        self._signals: deque[int] = deque()
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
         self._is_answering = False
@@ -185,6 +188,15 @@ class JobRequests:
         self._is_cancelled = True
         self.endings += 1
         self._wake()
+
+    def pass_on(self, signum: int) -> None:
+        """Send a signal to the ranks that handle it."""
+        self._signals.append(signum)
+        self._wake()
+
+    def take_signals(self) -> list[int]:
+        """Return the signals to pass on since the last call."""
+        return list(_popped(self._signals.popleft))
 
     def cancel_without(self, owner: object) -> None:
         """Cancel once nothing refers to ``owner``.
@@ -253,8 +265,8 @@ class JobRequests:
             pipe.wake()
 
 
-def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
-    """Remove and yield all queries; other threads may do the same at the same time."""
+def _popped(pop: Callable[[], _Item]) -> Iterator[_Item]:
+    """Remove and yield all items; other threads may do the same at the same time."""
     while True:
         try:
             yield pop()

@@ -37,7 +37,7 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import RunningAttempt, start_failures_as_launch_errors
 from nblaunch.launcher.collective_watch import BoardCalls, CollectiveWatch
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.escalation import Escalation, SendingRanks, Termination
+from nblaunch.launcher.escalation import Escalation, SendingRanks, Termination, pass_on
 from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
@@ -351,6 +351,8 @@ class Supervisor:
             slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
             peers, now = self._peers, time.monotonic()
             self._agreement = StopAgreement(slots, now) if peers is None else peers.agreement(slots)
+        for signum in requests.take_signals():
+            self._note(pass_on(signum, self._active_pids()))
         for query in requests.take_queries():
             if query.subject == "logs":
                 self._read_pipes()

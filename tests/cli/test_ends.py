@@ -191,6 +191,37 @@ def test_sigterm_gives_time_for_a_checkpoint_at_the_same_step(start: Start) -> N
     assert ended.out.count("saved at") == 2
 
 
+def test_user_signals_reach_the_ranks_that_handle_them(start: Start) -> None:
+    name = script("""
+        import os, signal, sys, time
+        def save(signum, frame):
+            print("saved", flush=True)
+            sys.exit(0)
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGUSR1, save)
+            signal.signal(signal.SIGUSR2, save)
+        print("ready", flush=True)
+        for _ in range(10_000 if os.environ["RANK"] == "1" else 1):
+            time.sleep(0.01)
+    """)
+    running = start("--num_processes", "2", "--dashboard", "none", name)
+    running.wait_for("ready", 2)
+    running.send(signal.SIGUSR1)
+    ended = running.end()
+    assert ended.code == 0, ended.out
+    assert "[1] saved" in ended.lines
+    assert "SIGUSR1 received: sent to rank 1" in ended.out
+
+
+def test_user_signals_that_no_rank_handles_have_no_effect(start: Start) -> None:
+    running = start("--num_processes", "2", "--dashboard", "none", script(LOOP))
+    running.wait_for("ready", 2)
+    running.send(signal.SIGUSR2)
+    running.wait_for("no rank has a handler", 1)
+    running.send(signal.SIGINT)
+    assert running.end().code == 130
+
+
 def test_sigterm_reaches_a_script_that_handles_it(start: Start) -> None:
     name = script("""
         import signal, sys, time
