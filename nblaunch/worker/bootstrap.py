@@ -273,8 +273,7 @@ class _Worker:
         )
         plain_loops.watch()
         frameworks.watch(assignment.rank)
-        libraries.reject_launchers(assignment.topology)
-        libraries.let_spawned_ranks_meet(assignment.topology)
+        libraries.adapt_groups(assignment.topology)
         studies.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)

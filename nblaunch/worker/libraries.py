@@ -240,10 +240,18 @@ class _Renewed:
 
 _LIGHTNING = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
 _LIGHTNING_LAUNCHER = "{}.strategies.launchers.multiprocessing"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ENDED_CHILD = ("ProcessRaisedException", "ProcessExitedException")
 
 
-def reject_launchers(topology: Topology) -> None:
+def adapt_groups(topology: Topology) -> None:
+    """Let the function form process groups by any means that works without a launcher, or have it raise an error."""
+    _reject_launchers(topology)
+    _let_ranks_meet_elsewhere(topology)
+    _let_spawned_ranks_meet(topology)
+
+
+def _reject_launchers(topology: Topology) -> None:
     """Have Lightning's launchers of several processes raise an error in this worker, if the job has several ranks.
 
     Otherwise each of N ranks would start N processes, which all join as this rank: they share its address and number,
@@ -266,25 +274,42 @@ def reject_launchers(topology: Topology) -> None:
         packages.observe_when_imported(_LIGHTNING_LAUNCHER.format(package), watch)
 
 
-def let_spawned_ranks_meet(topology: Topology) -> None:
+def _let_ranks_meet_elsewhere(topology: Topology) -> None:
+    """Let ranks form their group at an address of their own: ``tcp://`` URLs, or another ``MASTER_PORT``.
+
+    With torchrun's variables, every rank would wait there for a store that the launcher hosts only at its own address.
+    """
+
+    def watch(module: Any) -> None:
+        create = module._create_c10d_store
+
+        @packages.replacement_of(create)
+        def create_at_rank_0(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            if port == topology.master_port:
+                return create(hostname, port, *args, **kwargs)
+            with env.patched({_AGENT_STORE: None}):
+                return create(hostname, port, *args, **kwargs)
+
+        module._create_c10d_store = create_at_rank_0
+
+    packages.observe_when_imported("torch.distributed.rendezvous", watch)
+
+
+def _let_spawned_ranks_meet(topology: Topology) -> None:
     """Let processes of ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
 
     With torchrun's variables, they would all wait for a store of the launcher, at any address that they choose. If the
     job has several ranks, their groups collide, which now raises an error. A single rank also leaves them a free port.
     """
 
-    def leave_store() -> None:
-        env.apply({"TORCHELASTIC_USE_AGENT_STORE": None})
-        if topology.world_size == 1:
-            env.apply({"MASTER_PORT": str(_free_port())})
-
     def watch(module: Any) -> None:
         start = module.start_processes
 
         @packages.replacement_of(start)
         def start_without_store(*args: Any, **kwargs: Any) -> Any:
-            leave_store()
-            return start(*args, **kwargs)
+            port = {"MASTER_PORT": str(_free_port())} if topology.world_size == 1 else {}
+            with env.patched({_AGENT_STORE: None, **port}):  # the rank itself may still join a group
+                return start(*args, **kwargs)
 
         for holder in (module, sys.modules[module.__package__]):  # the package may have its own reference
             if getattr(holder, start.__name__, start) is start:

@@ -43,7 +43,7 @@ def test_programs_of_rank_0_read_the_input() -> None:
 
 
 @pytest.mark.parametrize("ask", ["input('go on? ')", "getpass.getpass('word? ')"])
-def test_other_ranks_are_told_that_rank_0_has_the_input(ask: str) -> None:
+def test_other_ranks_have_no_input_and_say_so(ask: str) -> None:
     name = script(f"import getpass, os\nif os.environ['RANK'] == '1':\n    {ask}\n")
     ended = launch("--num_processes", "2", name, stdin="yes\n")
     assert ended.code == 1
