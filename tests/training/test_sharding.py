@@ -139,6 +139,26 @@ def test_long_epochs_have_the_order_of_one_process(batch: int, shuffle: bool) ->
         assert [i for rows in gathered for i in rows] == [i for rows in alone for i in rows]
 
 
+@pytest.mark.parametrize("length", [10, 11, 12])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_order_after_an_epoch_left_at_its_last_batch_is_that_of_one_process(
+    length: int, world: int
+) -> None:
+    def second_epoch(size: int, rank: int = 0) -> list[list[int]]:
+        sampler = RandomSampler(range(length), generator=torch.Generator().manual_seed(1))
+        batches: Any = BatchSampler(sampler, size, False)
+        if size < 6:
+            batches = BatchSamplerShard(batches, world, rank)
+        first = iter(batches)
+        for _ in range(2):  # all batches, but not the end
+            next(first)
+        return list(batches)
+
+    alone = second_epoch(6)
+    gathered = _global_order([second_epoch(6 // world, rank) for rank in range(world)])
+    assert [row for rows in gathered for row in rows][:length] == [row for rows in alone for row in rows]
+
+
 def test_a_batch_that_ranks_do_not_divide_is_rejected() -> None:
     with pytest.raises(ValueError, match="batch_size=5 is not a multiple of 2"):
         _shards(10, 5, 2, split_batches=True)

@@ -159,17 +159,18 @@ class BatchSamplerShard(BatchSampler):
             end = len(order) - len(order) % round_size
             yield order[:end].view(-1, self.num_processes, size)[:, self.process_index].tolist()
             head, rows = order[:round_size].tolist(), order[end:].tolist()
+        if order is not None:
+            # When it is exhausted, torch's RandomSampler draws one more permutation, which it does not use.
+            # Draw it here too, so that the next epoch has the same order as in a single process. Reading an incomplete
+            # round exhausts the sampler, so draw before that round: the user may leave the epoch there.
+            torch.randperm(len(order), generator=sampler.generator)
+            if isinstance(sampler, SeedableRandomSampler):
+                sampler.end_epoch()
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]
             if self.even_batches:
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
-        if order is not None:
-            # When it is exhausted, torch's RandomSampler draws one more permutation, which it does not use.
-            # Draw it here too, so that the next epoch has the same order as in a single process.
-            torch.randperm(len(order), generator=sampler.generator)
-            if isinstance(sampler, SeedableRandomSampler):
-                sampler.end_epoch()
 
     def _iter_whole(self) -> Iterator[list[int]]:
         """Yield every P-th batch, after reading a whole round of P batches."""
