@@ -143,6 +143,18 @@ class _Texts(IterableDataset):
         return (f"text {number}" for number in range(self.count))
 
 
+def _skip_twice() -> list[Any]:
+    accelerator = _accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(19), 2))  # type: ignore[arg-type]
+    rest = accelerator.skip_first_batches(accelerator.skip_first_batches(loader, 1), 1)
+    return [[batch.tolist() for batch in read] for read in (rest, loader)]
+
+
+def test_an_epoch_that_is_skipped_twice_is_completed_alike() -> None:
+    for rest, epoch in ranks.run(_skip_twice, 2):
+        assert rest == epoch[2:]
+
+
 def _doubled(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
     return batch[rows] * 2
 

@@ -69,7 +69,8 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: kept as ``.batch_sampler``.
         skip_batches: number of batches to skip.
-        num_kept: number of skipped batches, from the first, to keep in ``kept``.
+        num_kept: number of skipped batches, from the first, to keep in ``kept``. If ``batch_sampler`` has skipped and
+            kept some itself, these are kept instead, because they come first in the epoch.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0, num_kept: int = 0) -> None:
@@ -101,8 +102,9 @@ class SkipBatchSampler(BatchSampler):
         # Skip only when the iterator is read: a DataLoader with worker processes creates two and drops the first.
         skipped, self.skip_batches = self.skip_batches, 0
         batches = iter(self.batch_sampler)
-        self.kept = list(islice(batches, min(skipped, self.num_kept)))
-        yield from islice(batches, skipped - len(self.kept), None)
+        first = list(islice(batches, min(skipped, self.num_kept)))
+        self.kept = getattr(self.batch_sampler, "kept", None) or first
+        yield from islice(batches, skipped - len(first), None)
 
 
 def index_sampler_of(loader: DataLoader) -> Any:
