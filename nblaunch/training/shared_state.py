@@ -49,7 +49,6 @@ class SharedState:
         parallelism: how the latest Accelerator divided the ranks; None: all are replicas.
         label: member of ``DistributedType`` for the strategy, such as ``"FSDP"``; empty if ranks hold whole models.
         strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
-        is_resuming: whether a checkpoint from the middle of an epoch was loaded, and that epoch has not been read yet.
         attributes: attributes that users set on ``PartialState()`` and the other views, by class.
         has_checked_models: whether a backward pass has called :meth:`check_models`.
         init: the arguments that the process joined its group with.
@@ -71,7 +70,6 @@ class SharedState:
     strategies: weakref.WeakValueDictionary[int, Strategy] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
@@ -137,11 +135,6 @@ class SharedState:
         self.precision = precision
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
-
-    def take_resuming(self) -> bool:
-        """Return whether the epoch that begins now is resumed in the middle; later calls return False."""
-        is_resuming, self.is_resuming = self.is_resuming, False
-        return is_resuming
 
     @property
     def is_training(self) -> bool:

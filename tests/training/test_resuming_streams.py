@@ -223,3 +223,42 @@ def test_torchdata_loads_the_states() -> None:
         rows, state = take(loader, 2)
         seen += rows
     assert seen == list(range(2, 22))
+
+
+class Shuffled(IterableDataset[int]):
+    """A stream whose order comes from its own generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(ROWS, generator=self.generator).tolist())
+
+
+def _read_shuffled(folder: Path, options: dict[str, Any], seed: int, num_before: int | None) -> list[Any]:
+    """Read two epochs and save after ``num_before`` batches; None: resume, and read the rest of both epochs."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(Shuffled(seed), batch_size=2))
+    rest = loader
+    if num_before is None:
+        accelerator.load_state(folder)
+        rest = accelerator.skip_first_batches(loader)
+    seen = []
+    for batch in rest:
+        seen.append(batch.tolist())
+        if len(seen) == num_before:
+            accelerator.save_state(folder)
+    return [seen, [batch.tolist() for batch in loader]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dispatch_batches": False}, {"use_stateful_dataloader": True}], ids=str
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_with_a_generator_continues_in_its_order(
+    tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    whole = ranks.run(_read_shuffled, world_size, tmp_path / "state", options, 1, 3)
+    rest = ranks.run(_read_shuffled, world_size, tmp_path / "state", options, 2, None)
+    for (first, second), resumed in zip(whole, rest, strict=True):
+        assert resumed == [first[3:], second]

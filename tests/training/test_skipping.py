@@ -59,6 +59,29 @@ def test_skipped_batches_are_not_loaded(is_prepared: bool) -> None:
     assert len(_lists(rest)) == 4, "skipped once: the next epoch is whole"
 
 
+class _SizedStream(_Stream):
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_the_rest_of_a_stream_knows_its_length(is_prepared: bool) -> None:
+    given_loader: Any = DataLoader(_SizedStream(), batch_size=2)
+    rest = skip_first_batches(Accelerator().prepare(given_loader) if is_prepared else given_loader, 3)
+    assert len(rest) == len(_lists(rest)) == 1
+    assert len(rest) == 4, "the next epoch is whole"
+    assert len(skip_first_batches(rest, 9)) == 0
+
+
+def test_the_board_shows_the_whole_epoch_of_a_stream() -> None:
+    rest = Accelerator().skip_first_batches(
+        Accelerator().prepare(DataLoader(_SizedStream(), batch_size=2)), 3
+    )
+    for _ in rest:
+        board = context.current().slot.read(0)
+        assert (board.step, board.total) == (4, 4)
+
+
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_batches_are_skipped_where_worker_processes_read(is_prepared: bool) -> None:
     given_loader: Any = DataLoader(range(8), batch_size=2, num_workers=1)
@@ -161,6 +184,27 @@ def test_loaders_resume_at_their_position(taken: int, num_workers: int) -> None:
     assert resumed.iteration == (2 if taken < 10 else 3)
     if taken < 10:
         assert _lists(resumed) == epochs[2]
+
+
+def _train_on_pairs(folder: Path, resumes: bool) -> list[tuple[Any, ...]]:
+    """Read two loaders in turn; return each pair of batches with a number drawn from the global generator."""
+    torch.manual_seed(resumes)
+    accelerator = Accelerator()
+    loaders = [DataLoader(range(length), batch_size=2, shuffle=True) for length in (12, 16)]
+    first, second = accelerator.prepare(*loaders)
+    if resumes:
+        accelerator.load_state(folder)
+        first, second = map(accelerator.skip_first_batches, (first, second))
+    seen: list[tuple[Any, ...]] = []
+    for one, other in zip(first, second, strict=False):
+        seen.append((one.tolist(), other.tolist(), float(torch.rand(()))))
+        if len(seen) == 2 and not resumes:
+            accelerator.save_state(folder)
+    return seen
+
+
+def test_all_loaders_of_a_resumed_epoch_leave_the_generator_alone(tmp_path: Path) -> None:
+    assert _train_on_pairs(tmp_path / "state", False)[2:] == _train_on_pairs(tmp_path / "state", True)
 
 
 def _resumable(kind: str, folder: Path | None = None) -> tuple[Accelerator, PreparedLoader]:

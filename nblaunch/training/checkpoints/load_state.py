@@ -263,7 +263,7 @@ class _Checkpoint:
             state = files.read_object(file[0], **self._on_cpu)
 
         def load() -> None:
-            resuming.restore(loader, order, live.shared)
+            resuming.restore(loader, order)
             if state is not None:
                 loader.load_state_dict(state)
 

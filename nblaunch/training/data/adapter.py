@@ -76,6 +76,7 @@ class Epochs:
         resumed_start: states of these generators from a loaded checkpoint, for the start of the next epoch.
         global_start: the same for torch's global generator, if it decides the order.
         saved_position: the loaded checkpoint's position in the epoch; None once an epoch begins.
+        is_resuming: whether a checkpoint from the middle of an epoch was loaded, and no epoch has begun since.
         state: the state of a stateful loader at the current batch; None before the first one.
         batches_behind: batches that were read before the loaded state was saved; 0 once an epoch begins.
         batches_to_drop: batches that the base loader must read again and drop, because its stream can only start at
@@ -88,6 +89,7 @@ class Epochs:
     resumed_start: list[torch.Tensor] = field(default_factory=list)
     global_start: torch.Tensor | None = None
     saved_position: EpochPosition | None = None
+    is_resuming: bool = False
     state: dict[str, Any] | None = None
     batches_behind: int = 0
     batches_to_drop: int = 0

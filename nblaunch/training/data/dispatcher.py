@@ -22,7 +22,7 @@ from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.adapter import ORDER
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.samplers import index_sampler_of, nested_samplers
-from nblaunch.training.shared_state import SharedState, get_shared_state
+from nblaunch.training.shared_state import get_shared_state
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -95,8 +95,8 @@ class DataLoaderDispatcher(PreparedLoader):
             return super().completed_rows
         return math.ceil(self.remainder / self.num_processes) * self.num_processes
 
-    def __len__(self) -> int:
-        batches = super().__len__()
+    def _num_rounds(self) -> int:
+        batches = super()._num_rounds()
         whole, rest = divmod(batches, self.batches_per_round)
         return whole + (1 if rest and not self._drops_last else 0)
 
@@ -127,8 +127,8 @@ class DataLoaderDispatcher(PreparedLoader):
             skipped = self._take_skip() * self.batches_per_round
             if not self._is_reader:
                 self._take_batches_to_drop()
-                shared.take_resuming()  # this rank needs no iterator, and creating one would draw a random number
-            rounds = self._send(shared, skipped) if self._is_reader else self._receive()
+                self.epochs.is_resuming = False  # only rank 0 creates an iterator
+            rounds = self._send(skipped) if self._is_reader else self._receive()
             for whole, num_rows, is_last in rounds:
                 rows = nested.count_rows(whole) // size
                 part = slice_fn(
@@ -143,9 +143,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
-    def _send(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+    def _send(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         """Send each round, then yield it with its number of real rows and whether it is the last one."""
-        rounds = self._rounds(shared, skipped)
+        rounds = self._rounds(skipped)
         while True:
             try:
                 fetched = next(rounds, None)
@@ -164,9 +164,9 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 return
 
-    def _rounds(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+    def _rounds(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         skipped += self._take_batches_to_drop()
-        batches = self._read(shared, 0)
+        batches = self._read(0)
         # Rows from the epoch's first round pad the last one, even if this loader starts in the middle.
         dropped = list(islice(batches, min(skipped, self.batches_per_round)))
         head = self._join(dropped)

@@ -132,6 +132,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def iteration(self, iteration: int) -> None:
         self.epochs.completed = iteration
 
+    def __len__(self) -> int:
+        return max(0, self._num_rounds() - self.skip_batches)
+
+    def _num_rounds(self) -> int:
+        """Return the number of this rank's batches, including those to skip."""
+        return len(self.base_dataloader)
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -202,7 +209,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         This process reads each batch before it yields the previous one, so ``end_of_dataloader`` is always right.
         """
         with self._epoch() as (shared, loop):
-            backend, batches = shared.process.backend, self._read(shared, self._take_skip())
+            backend, batches = shared.process.backend, self._read(self._take_skip())
             is_placed = self.device is None or self.device.type == "cpu"
             if backend.prefetches_to_device:
                 batches, is_placed = map(self._to_device, batches), True
@@ -268,12 +275,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.end_of_dataloader = True
         self._note_position(is_end=True)
 
-    def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
+    def _read(self, num_skipped: int) -> Iterator[Any]:
         """Yield the batches that this process reads, after the skipped ones."""
         num_skipped += self._take_batches_to_drop()
         global_now, self._global_now = self._global_now, None
+        is_resuming, self.epochs.is_resuming = self.epochs.is_resuming, False
         # Creating an iterator draws a random number. In a resumed epoch, the original run has already drawn it.
-        with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
+        with torch.random.fork_rng(devices=[], enabled=is_resuming and global_now is None):
             batches: Iterator[Any] = iter(self.base_dataloader)
         leave_out(batches)
         if num_skipped:
@@ -343,11 +351,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_training = shared.is_training
         epoch = self.iteration + self.epochs.left + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
-        behind, length = self._rounds_behind, length_of(self)
+        behind, length = self._rounds_behind + self.skip_batches, length_of(self)
         resumed, self.epochs.batches_behind = self.epochs.batches_behind // self.batches_per_round, 0
         if length >= 0:  # the progress bar covers the whole epoch and starts in the middle
             length += behind
-        return shared.loops.begin(length, epoch, state, behind + self.skip_batches + resumed)
+        return shared.loops.begin(length, epoch, state, behind + resumed)
 
     def _take_skip(self) -> int:
         """Return how many batches to skip; later calls return 0."""
@@ -415,6 +423,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         owners = nested_samplers(index_sampler_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
+        elif isinstance(self.dataset, IterableDataset) and not self._is_of_dividing_stream:
+            owners.append(self.dataset)
         generators = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
         unique = {
             id(generator): generator for generator in generators if isinstance(generator, torch.Generator)

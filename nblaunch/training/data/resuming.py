@@ -133,7 +133,7 @@ def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
     return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 
-def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) -> None:
+def restore(loader: PreparedLoader, state: dict[str, Any]) -> None:
     """Restore the epoch of ``loader``, and the generators at its start, from the state that :func:`capture` returned.
 
     :func:`skip_first_batches`, or a loader that resumes by itself, then skips the first part of the epoch.
@@ -144,6 +144,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     epochs.left = state["num_partial_epochs"]
     epochs.global_start = None
     epochs.saved_position = None if position is None else EpochPosition(**position)
+    epochs.is_resuming = position is not None
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         if generator is torch.default_generator and position is not None:
             epochs.global_start = saved.cpu()  # the checkpoint stores its later state separately
@@ -152,5 +153,3 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]
-    if position is not None:
-        shared.is_resuming = True
