@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
@@ -112,6 +112,9 @@ def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
         accelerator, data = _accelerator(**options), torch.arange(19)
         if kind == "stream":
             loader = DataLoader(_Stream(19), 4)
+        elif kind == "lists":
+            sampler = BatchSampler(range(19), 4, drop_last=False)
+            loader = DataLoader(data, None, sampler=sampler)  # type: ignore[arg-type]
         else:
             generator = torch.Generator().manual_seed(3)
             loader = DataLoader(data, 4, shuffle=True, generator=generator)  # type: ignore[arg-type]
@@ -125,7 +128,7 @@ def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"use_stateful_dataloader": True}])
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", "lists"])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_the_rest_of_an_epoch_is_completed_alike(kind: str, options: dict[str, Any]) -> None:
     for whole, drawn, rest, drawn_by_rest in ranks.run(_rest, 2, kind, options, 2):

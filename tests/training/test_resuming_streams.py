@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tqdm
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nblaunch import Accelerator
 from nblaunch.data_loader import skip_first_batches
 from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.utils import set_seed
 from tests.thorough import thorough
 from tests.training import ranks
 
@@ -223,6 +228,79 @@ def test_torchdata_loads_the_states() -> None:
         rows, state = take(loader, 2)
         seen += rows
     assert seen == list(range(2, 22))
+
+
+class Drawing(Sampler[int]):
+    """A user's sampler that draws the order from a global generator."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Any:
+        return iter(self.draw())
+
+
+class DrawingStream(Plain):
+    """A stream that draws the order from a global generator."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        return iter(self.draw() if info is None else self.draw()[info.id :: info.num_workers])
+
+
+GLOBAL = {
+    "torch": lambda: torch.randperm(ROWS).tolist(),
+    "random": lambda: random.sample(range(ROWS), ROWS),
+    "numpy": lambda: np.random.permutation(ROWS).tolist(),
+}
+
+
+def _train_in_a_drawn_order(
+    folder: Path, source: str, options: dict[str, Any], is_resumed: bool
+) -> list[tuple[list[int], float]]:
+    """Read an epoch and the next one, draw numbers in every step, and save after 3 batches; or resume there."""
+    set_seed(2 if is_resumed else 1)
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="stateful" in options)
+    )
+    drawing, num_workers = GLOBAL[source], 1 if "worker" in options else 0
+    data: Any = DrawingStream(drawing) if "stream" in options else range(ROWS)
+    sampler = None if "stream" in options else Drawing(drawing)
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers))
+    rest = loader
+    if is_resumed:
+        accelerator.load_state(folder)
+        rest = accelerator.skip_first_batches(loader)
+    seen = []
+    for batch in chain(rest, loader):
+        seen.append((batch.tolist(), float(torch.rand(())) + random.random() + np.random.rand()))
+        if len(seen) == 3 and not is_resumed:
+            accelerator.save_state(folder)
+    return seen
+
+
+@pytest.mark.parametrize("source", GLOBAL)
+@pytest.mark.parametrize("options", [(), ("stream",), ("stream", "worker"), ("stateful",)], ids=" ".join)
+def test_an_order_from_global_generators_is_continued(
+    tmp_path: Path, source: str, options: tuple[str, ...]
+) -> None:
+    whole = _train_in_a_drawn_order(tmp_path / "state", source, options, is_resumed=False)
+    assert _train_in_a_drawn_order(tmp_path / "state", source, options, is_resumed=True) == whole[3:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_continue_an_order_from_global_generators(tmp_path: Path, world_size: int) -> None:
+    whole, rest = (
+        ranks.run(_train_in_a_drawn_order, world_size, tmp_path / "state", "torch", (), is_resumed)
+        for is_resumed in (False, True)
+    )
+    assert rest == [seen[3:] for seen in whole]
 
 
 class Shuffled(IterableDataset[int]):

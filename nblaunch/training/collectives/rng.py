@@ -80,18 +80,29 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
 def capture_states(backend: Backend) -> dict[str, Any]:
     """Return the state of all generators of this process."""
+    return {**capture_cpu_states(), "device": dict(backend.rng_state())}
+
+
+def capture_cpu_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's global generators of the CPU."""
     legacy: Any = numpy.random.get_state()
     kind, keys, *rest = legacy
     return {
         "random_state": random.getstate(),
         "numpy_random_seed": (str(kind), torch.from_numpy(keys.astype("int64")), *rest),
         "torch_manual_seed": torch.get_rng_state(),
-        "device": dict(backend.rng_state()),
     }
 
 
 def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
     """Restore the states from :func:`capture_states`. Generators that are missing from ``state`` stay unchanged."""
+    restore_cpu_states(state)
+    if state.get("device"):
+        backend.set_rng_state(state["device"])
+
+
+def restore_cpu_states(state: Mapping[str, Any]) -> None:
+    """Restore the states from :func:`capture_cpu_states`. Generators missing from ``state`` stay unchanged."""
     if "random_state" in state:
         version, words, gauss = state["random_state"]
         random.setstate((version, tuple(words), gauss))
@@ -100,5 +111,3 @@ def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
         numpy.random.set_state((kind, numpy.asarray(keys, dtype="uint32"), *rest))
     if "torch_manual_seed" in state:
         torch.set_rng_state(state["torch_manual_seed"].cpu())
-    if state.get("device"):
-        backend.set_rng_state(state["device"])

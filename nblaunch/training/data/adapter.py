@@ -65,6 +65,19 @@ class DataLoaderStateMixin:
         return -1
 
 
+@dataclass(frozen=True)
+class OrderStart:
+    """States at the start of an epoch of the generators that may decide its order.
+
+    Args:
+        generators: of the loader's own generators.
+        of_process: of Python's, NumPy's and torch's global generators; empty if the order can't come from them.
+    """
+
+    generators: list[torch.Tensor] = field(default_factory=list)
+    of_process: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Epochs:
     """A loader's progress through its epochs. A loader for the rest of an epoch shares it: see ``beginning_at``.
@@ -73,8 +86,8 @@ class Epochs:
         completed: number of epochs read to their end; samplers use it to shuffle.
         left: number of epochs that the user left early, for example with ``break``.
         start: states of the generators that decide the order, at the start of the epoch.
-        resumed_start: states of these generators from a loaded checkpoint, for the start of the next epoch.
-        global_start: the same for torch's global generator, if it decides the order.
+        resumed_start: states of the loader's own generators from a loaded checkpoint, for the start of the next epoch.
+        global_start: the same for the process's global generators; empty if they don't decide the order.
         saved_position: the loaded checkpoint's position in the epoch; None once an epoch begins.
         is_resuming: whether a checkpoint from the middle of an epoch was loaded, and no epoch has begun since.
         state: the state of a stateful loader at the current batch; None before the first one.
@@ -85,9 +98,9 @@ class Epochs:
 
     completed: int = 0
     left: int = 0
-    start: list[torch.Tensor] = field(default_factory=list)
+    start: OrderStart = field(default_factory=OrderStart)
     resumed_start: list[torch.Tensor] = field(default_factory=list)
-    global_start: torch.Tensor | None = None
+    global_start: dict[str, Any] = field(default_factory=dict)
     saved_position: EpochPosition | None = None
     is_resuming: bool = False
     state: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
-from nblaunch.training.data.adapter import ORDER
+from nblaunch.training.data.adapter import ORDER, index_sampler_options
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.samplers import index_sampler_of, nested_samplers
 from nblaunch.training.shared_state import get_shared_state
@@ -240,9 +240,8 @@ class DataLoaderDispatcher(PreparedLoader):
         if not kept:
             return None
         # Creating an iterator draws a random number. A separate generator leaves the global one untouched.
-        first: Any = DataLoader(
-            self.dataset, batch_sampler=kept, collate_fn=self.collate_fn, generator=torch.Generator()
-        )
+        options: dict[str, Any] = {"collate_fn": self.collate_fn, "generator": torch.Generator()}
+        first: Any = DataLoader(self.dataset, **index_sampler_options(self, kept), **options)
         return self._join(list(first))
 
     def _join(self, batches: list[Any]) -> Any:

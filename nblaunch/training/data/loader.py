@@ -33,12 +33,15 @@ from nblaunch.training.data.adapter import (
     ORDER,
     DataLoaderAdapter,
     DataLoaderStateMixin,
+    OrderStart,
     index_sampler_options,
     inherited_options,
 )
 from nblaunch.training.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
+    draws_from_own_generators,
+    generators_of,
     index_sampler_of,
     innermost,
     nested_samplers,
@@ -115,7 +118,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._begins_at = EpochPosition()
         # A saved position that this loader ignores, because it was created to begin at another one.
         self._left_position: EpochPosition | None = None
-        self._global_now: torch.Tensor | None = None
+        self._global_now: dict[str, Any] = {}
 
     def _find_shard(self) -> Any:
         parts = [*nested_samplers(index_sampler_of(self)), self.dataset]
@@ -194,7 +197,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if is_epoch and is_of_this_command:
                 get_reports().report_epoch(loop)
 
-    def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
+    def _leave_loop(self, is_epoch: bool, outer: Any, start: OrderStart, *ends: Any) -> None:
         """Return to the enclosing loop, if there is one, after an evaluation or after a single batch was read."""
         if not is_epoch:
             self.epochs.start = start
@@ -219,7 +222,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 return
             # Look these up once, because every tenth of a microsecond per step matters if samples are cheap.
             loops, is_shown, slot = shared.loops, shared.is_shown, shared.process.slot
-            count = nested.count_rows if is_shown and shared.counts_samples else _count_none
+            count = nested.count_rows if is_shown and shared.counts_samples else lambda _: 0
             rows = count(current)
             is_plain = is_placed and self._has_even_batches
             counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
@@ -278,17 +281,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _read(self, num_skipped: int) -> Iterator[Any]:
         """Yield the batches that this process reads, after the skipped ones."""
         num_skipped += self._take_batches_to_drop()
-        global_now, self._global_now = self._global_now, None
+        global_now, self._global_now = self._global_now, {}
         is_resuming, self.epochs.is_resuming = self.epochs.is_resuming, False
         # Creating an iterator draws a random number. In a resumed epoch, the original run has already drawn it.
-        with torch.random.fork_rng(devices=[], enabled=is_resuming and global_now is None):
+        with torch.random.fork_rng(devices=[], enabled=is_resuming and not global_now):
             batches: Iterator[Any] = iter(self.base_dataloader)
         leave_out(batches)
         if num_skipped:
             batches = islice(batches, num_skipped, None)
-        if global_now is not None:
+        if global_now:
             batches = chain(list(islice(batches, 1)), batches)  # reading the first batch draws the order
-            torch.set_rng_state(global_now)
+            rng.restore_cpu_states(global_now)
         return batches
 
     @staticmethod
@@ -331,21 +334,23 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return is_shared and any(id(generator) not in seeded for generator in generators)
 
     def _return_to_global_start(self) -> None:
-        """Set torch's global generator to its state at the start of a resumed epoch, if it draws the order.
+        """Set the global generators to their states at the start of a resumed epoch, if they may draw the order.
 
-        Once the order is drawn, the generator returns to its state in the checkpoint, since other code uses it too.
+        Once the order is drawn, they return to their states in the checkpoint, since other code uses them too.
         """
-        start, self.epochs.global_start = self.epochs.global_start, None
-        if start is not None:
-            self._global_now = torch.get_rng_state()
-            torch.set_rng_state(start)
+        start, self.epochs.global_start = self.epochs.global_start, {}
+        if start:
+            self._global_now = rng.capture_cpu_states()
+            rng.restore_cpu_states(start)
 
     def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
         """Begin an epoch in the order of the loaded state, and record that order for the next state."""
         for generator, state in zip(generators, self.epochs.resumed_start, strict=False):
             generator.set_state(state)
         self.epochs.resumed_start = []
-        self.epochs.start = [generator.get_state() for generator in generators]
+        is_own = draws_from_own_generators(index_sampler_of(self), self.dataset)
+        of_process = {} if is_own else rng.capture_cpu_states()
+        self.epochs.start = OrderStart([generator.get_state() for generator in generators], of_process)
 
     def _begin_loop(self, shared: SharedState) -> Loop:
         is_training = shared.is_training
@@ -420,16 +425,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order, from the samplers and from an iterable dataset."""
-        owners = nested_samplers(index_sampler_of(self))
-        if isinstance(self.dataset, IterableDatasetShard):
-            owners.append(self.dataset.dataset)
-        elif isinstance(self.dataset, IterableDataset) and not self._is_of_dividing_stream:
-            owners.append(self.dataset)
-        generators = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
-        unique = {
-            id(generator): generator for generator in generators if isinstance(generator, torch.Generator)
-        }
-        return list(unique.values())
+        dataset = None if self._is_of_dividing_stream else getattr(self.shard, "dataset", self.dataset)
+        return generators_of(index_sampler_of(self), dataset, extra=self.synchronized_generator)
 
     @property
     def shuffled_by(self) -> list[Any]:
@@ -438,7 +435,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if isinstance(sampler, SeedableRandomSampler):
             return [sampler.initial_seed, sampler.epoch]
         is_shuffled = isinstance(sampler, RandomSampler)
-        return [state.numpy().tobytes() for state in self.epochs.start] if is_shuffled else []
+        return [state.numpy().tobytes() for state in self.epochs.start.generators] if is_shuffled else []
 
     # --- saving the position, and continuing from it -------------------------------------------------------------
 
@@ -523,9 +520,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             is_inside: an epoch is being read.
             is_end: the epoch has ended, so return the states for the next one.
         """
-        generators = (
-            self.epochs.start if is_inside else [generator.get_state() for generator in self._generators()]
-        )
+        at_start = self.epochs.start.generators
+        generators = at_start if is_inside else [each.get_state() for each in self._generators()]
         return {
             "iteration": self.iteration + is_end,
             "num_partial_epochs": self.epochs.left,
@@ -533,7 +529,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         }
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        return self.order_state(bool(self.epochs.start) and not is_end, is_end)
+        return self.order_state(bool(self.epochs.start.generators) and not is_end, is_end)
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
         epochs, position = self.epochs, state.get("position")
@@ -581,7 +577,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Number of batches that the reading process reads for one batch of this rank."""
 
     def get_sampler(self) -> Any:
-        """Return the sampler from which the innermost batch sampler gets its indices; None if there is none."""
+        """See :func:`get_sampler`."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -592,11 +588,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batch_sampler.sampler = sampler
         if self.batch_sampler is not None:
             vars(self)["sampler"] = sampler
-
-
-def _count_none(batch: Any) -> int:
-    """Return 0, because another rank reads the same batch and counts its rows."""
-    return 0
 
 
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:

@@ -1,8 +1,9 @@
 """Resumes in the middle of an epoch: loaders that skip the first batches, and loader positions for checkpoints.
 
 A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
-drawn. Reading the epoch again and skipping the samples already seen yields exactly the remaining samples. An
-:class:`EpochPosition` records which samples were seen; any number of ranks can continue from it.
+drawn. They include the process's global generators, from which a user's sampler or stream may draw the order. Reading
+the epoch again and skipping the samples already seen yields exactly the remaining samples. An :class:`EpochPosition`
+records which samples were seen; any number of ranks can continue from it.
 
 A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader reads
 one batch ahead of the training loop, so these generators are also one batch ahead.
@@ -121,6 +122,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
         **loader.order_state(is_mid_epoch, is_done),
         "position": asdict(reading[0].position) if is_mid_epoch else None,
         "is_portable": loader.has_portable_position,
+        "global": epochs.start.of_process if is_mid_epoch else {},
     }
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
@@ -142,12 +144,13 @@ def restore(loader: PreparedLoader, state: dict[str, Any]) -> None:
     loader.set_epoch(state["iteration"])
     epochs = loader.epochs
     epochs.left = state["num_partial_epochs"]
-    epochs.global_start = None
+    epochs.global_start = dict(state.get("global", {}))
     epochs.saved_position = None if position is None else EpochPosition(**position)
     epochs.is_resuming = position is not None
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         if generator is torch.default_generator and position is not None:
-            epochs.global_start = saved.cpu()  # the checkpoint stores its later state separately
+            # The checkpoint stores its later state separately.
+            epochs.global_start["torch_manual_seed"] = saved
         else:
             generator.set_state(saved.cpu())
     sampler = loader.get_sampler()

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -120,6 +120,21 @@ def nested_samplers(index_sampler: Any) -> list[Any]:
         below = getattr(index_sampler, "batch_sampler", None)
         index_sampler = getattr(index_sampler, "sampler", None) if below is None else below
     return samplers
+
+
+def generators_of(index_sampler: Any, dataset: Any, extra: torch.Generator | None) -> list[torch.Generator]:
+    """Return ``extra`` and the generators of nested samplers and of a stream, each once."""
+    owners = [*nested_samplers(index_sampler), dataset if isinstance(dataset, IterableDataset) else None]
+    generators = [extra, *(getattr(owner, "generator", None) for owner in owners)]
+    unique = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
+    return list(unique.values())
+
+
+def draws_from_own_generators(index_sampler: Any, dataset: Any) -> bool:
+    """Return whether only generators of nested samplers decide the order; a stream or a user's sampler may use any."""
+    known = ("torch.", "torchdata.", "nblaunch.")
+    is_known = all(type(part).__module__.startswith(known) for part in nested_samplers(index_sampler))
+    return is_known and not isinstance(dataset, IterableDataset)
 
 
 def pass_epoch(index_sampler: Any, epoch: int) -> None:
