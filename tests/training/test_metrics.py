@@ -74,6 +74,13 @@ RIGHT: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[list[int]], Any]
     ),
     "arrays": (lambda x: np.asarray(x), lambda rows: rows, False),
     "tensor and array": (lambda x: (x, np.asarray(x)), lambda rows: (rows, rows), False),
+    "arrays in a tuple": (lambda x: (np.asarray(x), np.asarray(x)), lambda rows: (rows, rows), False),
+    "one array in a tuple": (lambda x: {"x": (np.asarray(x),)}, lambda rows: {"x": (rows,)}, False),
+    "arrays of samples": (
+        lambda x: [np.asarray(row).reshape(1) for row in x],
+        lambda rows: [[row] for row in rows],
+        False,
+    ),
     "array of objects": (
         lambda x: {"x": [x, np.array(_texts(x), dtype=object)]},
         lambda rows: {"x": [rows, _as_texts(rows)]},
@@ -259,3 +266,10 @@ def test_a_stream_read_by_several_processes_is_not_cut() -> None:
     """Each process has its own last batch, so the length says nothing about the stream's last batch."""
     for seen in ranks.run(_read_by_two, 2):
         assert set(seen) == set(range(7))
+
+
+def test_arrays_of_a_short_last_batch_stay_complete() -> None:
+    accelerator = Accelerator()
+    for batch in accelerator.prepare(DataLoader(torch.arange(3), batch_size=2)):
+        gathered = accelerator.gather_for_metrics((np.asarray(batch), np.asarray(batch) + 1))
+        assert [column.tolist() for column in gathered] == [batch.tolist(), (batch + 1).tolist()]

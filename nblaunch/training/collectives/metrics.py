@@ -13,7 +13,8 @@ rows, so the added samples are cut off at the end. The number of an item's rows 
 Tensors are gathered as tensors. Other objects, in addition to or instead of tensors, are pickled:
 
     a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
-    a NumPy array with dimensions                     rows, as in a tensor; inside a structure, it stays an array
+    a NumPy array with dimensions                     rows, as in a tensor; inside a structure, it stays an array. In
+                                                      a list with nothing else, arrays are objects
     another object, such as a number or a text        a value of the rank; becomes a list with one item per rank
 """
 
@@ -128,6 +129,8 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
         return False
     if use_gather_object:
         return True
+    if isinstance(data, tuple) and any(map(_is_array, parts)):
+        return False  # arrays in a tuple are columns, as tensors are; a list may have one array per sample
     if not any(isinstance(part, torch.Tensor) or containers.children(part) is not None for part in parts):
         return True
     # Each dict in a sequence belongs to one sample; lists in a tuple may be columns.
