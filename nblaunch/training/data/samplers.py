@@ -132,8 +132,8 @@ def generators_of(index_sampler: Any, dataset: Any, extra: torch.Generator | Non
 
 def draws_from_own_generators(index_sampler: Any, dataset: Any) -> bool:
     """Return whether only generators of nested samplers decide the order; a stream or a user's sampler may use any."""
-    known = ("torch.", "torchdata.", "nblaunch.")
-    is_known = all(type(part).__module__.startswith(known) for part in nested_samplers(index_sampler))
+    packages = ("torch.", "torchdata.", "nblaunch.")
+    is_known = all(type(part).__module__.startswith(packages) for part in nested_samplers(index_sampler))
     return is_known and not isinstance(dataset, IterableDataset)
 
 
