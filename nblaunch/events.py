@@ -244,7 +244,8 @@ class Observation(Event):
         step: number of optimizer steps so far.
         value: values by which ranks are compared; the first says what is compared.
         judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
-            this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
+            this step differ. ``"distinct"``: if they are all the same. ``"overlapping"``: if every rank has several of
+            the values of the first rank, in another order. ``"first"``: if the problem began on some
             ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if the
             values of several ranks differ at most in their last part. The first part is the path of a written file, the
             last a checksum of its contents; equal writes are not reported. ``"finally"``: if all ranks have sent the

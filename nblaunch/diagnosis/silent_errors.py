@@ -26,7 +26,7 @@ OF_NODE = frozenset({"together"})
 files on different nodes.
 """
 
-OF_JOB = frozenset({"itself", "equal", "distinct", "first", "finally"})
+OF_JOB = frozenset({"itself", "equal", "distinct", "overlapping", "first", "finally"})
 """Values of ``judged_by`` for observations that are judged for all nodes together."""
 
 EVERYTHING = OF_NODE | OF_JOB
@@ -34,7 +34,15 @@ EVERYTHING = OF_NODE | OF_JOB
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
-_NEEDS_ALL = (*_COMPARED, "first", "finally")  # inconclusive before all ranks have sent their observations
+_NEEDS_ALL = (
+    *_COMPARED,
+    "overlapping",
+    "first",
+    "finally",
+)  # inconclusive before all ranks have sent their observations
+_MIN_SHARED = 8
+"""Number of samples of one rank that another rank must have read as well."""
+
 _TOLERANCE = 1e-3
 """Largest relative difference between numbers that still count as equal; devices round differently."""
 
@@ -169,6 +177,19 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
     return sorted(by_rank) if is_alike else []
 
 
+def _all_that_share(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return all ranks if each has read several of the samples of the first rank, in another order."""
+    first, *others = (by_rank[rank].value[1:] for rank in sorted(by_rank))
+    known = set(first)
+    is_shared = all(len(known.intersection(values)) >= _MIN_SHARED for values in others)
+    in_order = any(
+        2 * sum(mine == theirs for mine, theirs in zip(first, values, strict=False))
+        > min(len(first), len(values))
+        for values in others
+    )
+    return sorted(by_rank) if others and is_shared and not in_order else []
+
+
 def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return the ranks where the problem began; none unless it reached all the others exactly one step later."""
     first = min(seen.value for seen in by_rank.values())
@@ -225,6 +246,7 @@ _BLAMED = {
     "itself": _all,
     "equal": _minority,
     "distinct": _all_if_alike,
+    "overlapping": _all_that_share,
     "first": _earliest,
     "finally": _all,
     "together": _all_that_write,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import Slot
 
 _MAX_NODES = 256  # of a graph
@@ -52,7 +53,8 @@ class OwnUpdates:
         if self._parameter is None or not self.is_needed:
             self._parameter = None
             return False
-        is_changed = _state_of(self._parameter) != self._state
+        state = _state_of(self._parameter)
+        is_changed = state is not None and state != self._state
         self._parameter = None
         if is_changed:
             self._slot.num_updates += 1
@@ -61,10 +63,18 @@ class OwnUpdates:
 
 
 def _state_of(parameter: Any) -> Any:
-    """Return a value that changes when ``parameter`` is updated in place, even through ``parameter.data``."""
-    if parameter is None:
+    """Return a value that changes when ``parameter`` is updated in place, even through ``parameter.data``.
+
+    Return None if there is no parameter, or if ``fully_shard`` has freed its memory until the next forward pass.
+    """
+    import torch
+
+    if isinstance(parameter, torch.Tensor) and is_sharded(parameter):
+        parameter = parameter.detach().to_local()  # type: ignore[attr-defined]
+    if parameter is None or not parameter.untyped_storage().size():
         return None
-    first = parameter.detach().reshape(-1)[:1].tolist() if parameter.is_cpu else None
+    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.is_cpu
+    first = parameter.detach().reshape(-1)[:1].tolist() if is_plain else None
     return parameter._version, parameter.data_ptr(), first
 
 

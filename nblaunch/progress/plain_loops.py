@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -33,9 +33,11 @@ from typing import Any
 
 from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
+from nblaunch.progress import batches
 from nblaunch.progress.loss_graphs import OwnUpdates, divisor_of
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.progress.repeated_training import FirstLosses
+from nblaunch.progress.same_samples import SameSamples
 from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import SpanKind, start_of
 
@@ -89,7 +91,7 @@ def _watch_loaders(module: Any) -> None:
                 is_measured, num_workers = self._num_yielded % _BATCHES_PER_SIZE == 1, self._num_workers
                 start = _DATA_HERE
                 if is_measured or num_workers:
-                    start = start_of(_DATA, num_workers, _num_elements(batch) if is_measured else 0)
+                    start = start_of(_DATA, num_workers, batches.num_elements(batch) if is_measured else 0)
                 spans.write(start, began_s, ended_s)
             if not hasattr(self, _REPORTED):
                 plain_loops().note_batch(self, batch)
@@ -248,6 +250,7 @@ class PlainLoops:
         here: Any = self.home()
         self._first_losses = FirstLosses(here)
         self._own_updates = OwnUpdates(here.slot)
+        self._same_samples = SameSamples(here)
 
     @property
     def is_given_up(self) -> bool:
@@ -270,7 +273,9 @@ class PlainLoops:
         self._num_reads += 1
         reading.num_read += 1
         reading.read_at = self._num_reads
-        rows = _num_rows(batch)
+        if self._same_samples.is_looking:
+            self._same_samples.note_batch(iterator, batch)
+        rows = batches.num_rows(batch)
         if reading.loop is not None:
             self.reports.loops.advance(reading.loop, rows)
             return
@@ -343,6 +348,7 @@ class PlainLoops:
     def finish(self) -> None:
         """End all loops, because the function has returned."""
         self.show_losses()
+        self._same_samples.finish()
         for reading in list(self._readings):
             self._end(reading)
         self._end_loop_without_loader()
@@ -370,6 +376,8 @@ class PlainLoops:
         if busy_time.is_in_backward:
             return False
         self._is_in_backward = busy_time.is_in_backward = True
+        if self._same_samples.is_looking:
+            self._same_samples.before_backward()
         self._began_s = monotonic()
         return True
 
@@ -377,6 +385,8 @@ class PlainLoops:
         """End a backward pass."""
         self._is_in_backward = False
         self.reports.busy_time.end_backward(self._began_s)
+        if self._same_samples.is_looking:
+            self._same_samples.after_backward()
 
     def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
         """Return the loss on which ``backward`` is called, and its divisor; None if it is not a number."""
@@ -565,28 +575,3 @@ def harmless(note: Callable[..., None]) -> Callable[..., None]:
             give_up(error)
 
     return note_or_give_up
-
-
-def _num_rows(batch: Any) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor or array, 0 if there is none.
-
-    Looks only into lists, tuples and mappings, because a user's class may run arbitrary code when read.
-    """
-    shape = getattr(batch, "shape", None)
-    if isinstance(shape, tuple):
-        return shape[0] if shape and isinstance(shape[0], int) else 0
-    parts = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    )
-    return next((rows for rows in map(_num_rows, parts) if rows), 0)
-
-
-def _num_elements(batch: Any) -> int:
-    """Return the number of elements of a batch's largest tensor or array, 0 if there is none."""
-    shape = getattr(batch, "shape", None)
-    if isinstance(shape, tuple):
-        return math.prod(size for size in shape if isinstance(size, int))
-    parts = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    )
-    return max(map(_num_elements, parts), default=0)

@@ -243,6 +243,8 @@ class Slot:
         """Called with an optimizer before its step; None while no collectives are recorded."""
         self.record_backward: Callable[[], None] | None = None
         """Called before a backward pass; None while no collectives are recorded."""
+        self.local_gradients: Any = None
+        """Reads gradients before ranks exchange them; None while no collectives are recorded."""
         self.counted: Any = None
         """The loop that has one iteration per step, valid until ``settled_until_s``; None if there is no such loop."""
         self.settled_until_s = 0.0

@@ -28,6 +28,7 @@ from nblaunch.wire.board import Slot
 from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, UNEVEN, CallWriter
 from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
+from nblaunch.worker.local_gradients import LocalGradients
 
 _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 """Records a method call, given the process group, the positional arguments and the keyword arguments."""
@@ -116,6 +117,7 @@ class _Hooks:
         self._is_uneven = False
         self._owners: dict[int, _Owner] = {}
         self._wrapped: list[weakref.ref[Any]] = []
+        self.local_gradients = LocalGradients(self._wrapped)
 
     # --- process groups ----------------------------------------------------------------------------------------------
 
@@ -221,7 +223,13 @@ class _Hooks:
 
     def _all_reduce(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form, number, size = self._forms(args[0])
+        self._note_reduction(args[0])
         self._recorder.record(pg, "all_reduce", form, number, size, self._reduction(args, kwargs))
+
+    def _note_reduction(self, tensors: Any) -> None:
+        if self.local_gradients.is_watched:
+            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+                self.local_gradients.note_reduction(tensor)
 
     def _rooted(self, kind: str, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a collective with a root. ``shown`` is the index of the argument with the same size on all ranks."""
@@ -237,7 +245,10 @@ class _Hooks:
         form, number, size = self._forms(args[shown])
         if compared != shown:
             size = self._forms(args[compared])[2]
-        reduction = self._reduction(args, kwargs) if kind == "reduce_scatter" else ""
+        reduction = ""
+        if kind == "reduce_scatter":
+            self._note_reduction(args[shown])
+            reduction = self._reduction(args, kwargs)
         self._recorder.record(pg, kind, form, number, size, reduction)
 
     def _all_gather(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -427,7 +438,7 @@ class _Hooks:
         Hooks that report to the board call these functions, because each additional hook would cost as much as
         recording an entry.
         """
-        recorder, owners = self._recorder, self._owners
+        recorder, owners, gradients = self._recorder, self._owners, self.local_gradients
         find_backward, write_backward = recorder.notes_of(BACKWARD, 2, compared=-1)
         find_step, write_step = recorder.notes_of(STEP, 2, compared=-1)
         last: _Owner = _no_owner, None, ""
@@ -441,6 +452,8 @@ class _Hooks:
             if not recorder.is_active:
                 return
             try:
+                if gradients.is_watched:
+                    gradients.note_step(optimizer)
                 reference, group, share = last
                 if reference() is not optimizer:
                     last = owners.get(id(optimizer)) or self._find_owner(optimizer)
@@ -455,6 +468,7 @@ class _Hooks:
                 return
 
         slot.record_step, slot.record_backward = record_step, record_backward
+        slot.local_gradients = gradients
 
     def _find_owner(self, optimizer: Any) -> _Owner:
         key, owners = id(optimizer), self._owners

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from nblaunch.progress import batches
 from nblaunch.progress.plain_loops import plain_loops
 from nblaunch.training.checks.check import Check, Prepared, Report
 
 _NUM_COMPARED = 3  # batches in a row
-_MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # of a batch, and of each tensor
 _NUM_EPOCHS = 3
 
 
@@ -27,8 +27,8 @@ def _unprepared_iterator(prepared: Prepared) -> Any:
 
 def _sampler_of(iterator: Any) -> Any:
     """Return the sampler that yields single indices; None if the loader does not use torch's ``BatchSampler``."""
-    batches = getattr(iterator, "_index_sampler", None)
-    return batches.sampler if type(batches) is BatchSampler else None
+    index_batches = getattr(iterator, "_index_sampler", None)
+    return index_batches.sampler if type(index_batches) is BatchSampler else None
 
 
 class SameSamples(Check):
@@ -72,31 +72,11 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
         living.__dict__.pop("_next_data", None)
         batch = living._next_data()
         with suppress(Exception):
-            if (digest := _digest(batch)) is not None:
+            if (digest := batches.digest(batch)) is not None:
                 digests.append(digest)
         return batch
 
     iterator._next_data = read_and_digest
-
-
-def _digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, the same in all processes; None if the numbers are all equal."""
-    tensors: list[torch.Tensor] = []
-    _collect_tensors(batch, tensors)
-    numbers: list[float] = []
-    for tensor in tensors[:_MAX_TENSORS]:
-        flat = tensor.detach().reshape(-1)
-        numbers += flat[:: max(1, len(flat) // _NUM_ELEMENTS)][:_NUM_ELEMENTS].double().tolist()
-    return hash(tuple(numbers)) if len(set(numbers)) > 1 else None
-
-
-def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
-    if isinstance(batch, torch.Tensor):
-        if batch.layout is torch.strided and not batch.is_complex():
-            tensors.append(batch)
-    elif isinstance(batch, (list, tuple, Mapping)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            _collect_tensors(part, tensors)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,81 @@
+"""Batches of any library: their sizes, and digests by which ranks compare what they read.
+
+Only lists, tuples and mappings are searched for tensors, because a user's class may run arbitrary code when read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # of a batch, and of each tensor or row
+
+
+def num_rows(batch: Any) -> int:
+    """Return the number of rows of a batch: the first dimension of its first tensor or array, 0 if there is none."""
+    shape = getattr(batch, "shape", None)
+    if isinstance(shape, tuple):
+        return shape[0] if shape and isinstance(shape[0], int) else 0
+    return next((rows for rows in map(num_rows, _parts(batch)) if rows), 0)
+
+
+def num_elements(batch: Any) -> int:
+    """Return the number of elements of a batch's largest tensor or array, 0 if there is none."""
+    shape = getattr(batch, "shape", None)
+    if isinstance(shape, tuple):
+        return math.prod(size for size in shape if isinstance(size, int))
+    return max(map(num_elements, _parts(batch)), default=0)
+
+
+def digest(batch: Any) -> int | None:
+    """Return a digest of a few numbers in a batch, the same in all processes; None if the numbers are all equal."""
+    found: list[float] = []
+    for tensor in _tensors(batch):
+        found += numbers(tensor, _NUM_ELEMENTS)
+    return hash(tuple(found)) if len(set(found)) > 1 else None
+
+
+def row_digests(batch: Any, max_rows: int) -> list[int]:
+    """Return a digest of each of the first rows of a batch, the same in all processes.
+
+    A row has the same digest in another batch unless the batches are padded to different lengths.
+    """
+    tensors = [tensor for tensor in _tensors(batch) if tensor.dim()]
+    if not tensors or len({len(tensor) for tensor in tensors}) > 1 or not tensors[0].numel():
+        return []
+    columns = []
+    for tensor in tensors:
+        rows = tensor.detach()[:max_rows].reshape(min(len(tensor), max_rows), -1)
+        step = max(1, rows.shape[1] // _NUM_ELEMENTS)
+        columns.append(rows[:, ::step][:, :_NUM_ELEMENTS].double().tolist())
+    return [hash(tuple(map(tuple, row))) & 0xFFFFFFFF for row in zip(*columns, strict=True)]
+
+
+def numbers(tensor: Any, count: int) -> list[float]:
+    """Return up to ``count`` numbers of a tensor, at equal distances."""
+    flat = tensor.detach().reshape(-1)
+    found: list[float] = flat[:: max(1, len(flat) // count)][:count].double().tolist()
+    return found
+
+
+def _tensors(batch: Any) -> list[Any]:
+    found: list[Any] = []
+    _collect_tensors(batch, found)
+    return found[:_MAX_TENSORS]
+
+
+def _collect_tensors(batch: Any, found: list[Any]) -> None:
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        is_sharded = hasattr(batch, "device_mesh")  # reading a DTensor would gather its shards
+        if batch.layout is torch.strided and not batch.is_complex() and not is_sharded:
+            found.append(batch)
+        return
+    for part in _parts(batch):
+        _collect_tensors(part, found)
+
+
+def _parts(batch: Any) -> Any:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()

@@ -1,0 +1,177 @@
+"""Reports a loop without nblaunch's Accelerator whose ranks all train on the same samples.
+
+Types of loaders and samplers prove nothing, because a dataset may contain only the rank's share. Ranks therefore
+compare what they have read and computed in the first backward passes:
+
+    batches, gradients before their exchange    equal on all ranks: a warning
+    samples of the batches                      several are equal, in another order: a hint
+
+Gradients are needed as well, because ranks may read the same batch and use different parts of it. A loop that repeats a
+batch on purpose, such as a test that overfits, is not reported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+from nblaunch import env
+from nblaunch.context import ProcessContext
+from nblaunch.events import Observation
+from nblaunch.progress import batches
+from nblaunch.user_code import innermost_user_frame
+
+CHECK = "same_samples"
+"""Name of this check in ``NBLAUNCH_CHECKS``. For loops with an Accelerator, it is in ``training/checks/data.py``."""
+
+HINT = "samples_in_other_orders"
+
+_NUM_STEPS = 5
+"""Number of consecutive steps whose batches and gradients are compared."""
+
+_MAX_PASSES = 64
+_MAX_ROWS = 32  # of a batch
+
+
+class SameSamples:
+    """What this rank reads and computes in its first backward passes.
+
+    Args:
+        here: the context of this process.
+
+    Attributes:
+        is_looking: whether the check still needs batches and backward passes.
+    """
+
+    def __init__(self, here: ProcessContext) -> None:
+        is_off = here.topology.world_size == 1 or here.backend.is_lazy or env.is_check_off(CHECK)
+        self.is_looking = not is_off
+        self._here = here
+        self._read: tuple[weakref.ref[Any], Any] | None = None
+        self._num_passes = 0
+        self._digests: list[int | None] = []  # of the batches since the last exchange of gradients
+        self._steps: deque[tuple[str, str]] = deque(maxlen=_NUM_STEPS)  # batches, gradients
+        self._is_reported = self._is_exchanged = False
+        self._loader: weakref.ref[Any] | None = None  # iterator of the loader whose rows are collected
+        self._rows: list[int] | None = []
+
+    def note_batch(self, iterator: Any, batch: Any) -> None:
+        """Keep a batch until the backward pass that may follow."""
+        self._read = weakref.ref(iterator), batch
+
+    def before_backward(self) -> None:
+        """Digest the last batch, and begin to watch the gradients of a backward pass."""
+        gradients = self._here.slot.local_gradients
+        self._end_step(gradients)
+        self._num_passes += 1
+        if self._num_passes > _MAX_PASSES:
+            self.finish()
+            return
+        read, self._read = self._read, None
+        if read is not None:
+            self._add(*read)
+        if gradients is not None and not self._is_reported:
+            gradients.begin_pass()
+
+    def after_backward(self) -> None:
+        """End watching the backward pass itself. Ranks may exchange gradients after it."""
+        if (gradients := self._here.slot.local_gradients) is not None:
+            gradients.end_pass()
+
+    def finish(self) -> None:
+        """Stop looking, and report samples that may be read by other ranks as well."""
+        if not self.is_looking:
+            return
+        gradients = self._here.slot.local_gradients
+        self._end_step(gradients)
+        self.is_looking, self._read = False, None
+        if gradients is not None:
+            gradients.end()
+        rows, self._rows = self._rows, None
+        if rows and self._is_exchanged and len(set(rows)) == len(rows):  # samples may be equal by nature
+            self._report(
+                HINT,
+                "ranks train on the same samples, each in its own order",
+                "If each rank should read its own share, " + _ADVICE[0].lower() + _ADVICE[1:],
+                ("samples", *rows),
+                "overlapping",
+            )
+
+    def _add(self, reference: weakref.ref[Any], batch: Any) -> None:
+        self._digests.append(batches.digest(batch))
+        if self._loader is None:
+            self._loader = reference
+        if self._rows is not None and self._loader() is reference():  # samples of one epoch
+            self._rows += batches.row_digests(batch, _MAX_ROWS)
+
+    def _end_step(self, gradients: Any) -> None:
+        """Compare ranks if gradients have been exchanged since the last step."""
+        exchanged = None if gradients is None or self._is_reported else gradients.take()
+        if exchanged is None:
+            return
+        self._is_exchanged = True
+        digests, self._digests = self._digests, []
+        if None in digests or not digests:
+            self._steps.clear()
+            return
+        self._steps.append((str(digests), exchanged))
+        if len(self._steps) < _NUM_STEPS or any(
+            len(set(each)) < _NUM_STEPS for each in zip(*self._steps, strict=True)
+        ):
+            return  # a loop that repeats a batch does so on purpose
+        self._is_reported = True
+        gradients.end()
+        iterator = self._loader() if self._loader is not None else None
+        self._report(
+            CHECK,
+            f"each rank trains on the same {_samples_of(iterator)}, in the same order",
+            _advice(iterator),
+            ("batches and gradients", *map(str, self._steps)),
+            "distinct",
+        )
+
+    def _report(self, check: str, problem: str, advice: str, value: tuple[Any, ...], judged_by: str) -> None:
+        frame = innermost_user_frame()
+        self._here.emit(
+            Observation(
+                self._here.topology.rank,
+                check=check,
+                problem=problem,
+                advice=advice,
+                step=self._num_passes,
+                value=value,
+                judged_by=judged_by,
+                filename="" if frame is None else frame.f_code.co_filename,
+                lineno=0 if frame is None else frame.f_lineno,
+                is_hint=check == HINT,
+            )
+        )
+
+
+_ADVICE = (
+    "Pass sampler=DistributedSampler(dataset) to the DataLoader instead of shuffle=True, and call "
+    "sampler.set_epoch(epoch) before each epoch"
+)
+
+
+def _samples_of(iterator: Any) -> str:
+    """Return ``1,000 samples``, or ``samples`` if their number is unknown."""
+    sampler: Any = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    try:
+        return f"{len(sampler):,} samples"
+    except Exception:  # TypeError, or whatever a user's sampler raises if it has no length
+        return "samples"
+
+
+def _advice(iterator: Any) -> str:
+    from torch.utils.data import DistributedSampler, IterableDataset
+
+    if isinstance(getattr(iterator, "_dataset", None), IterableDataset):
+        return (
+            "Let each rank take its share of the IterableDataset, for example with "
+            "itertools.islice(samples, rank, None, world_size)"
+        )
+    if isinstance(getattr(getattr(iterator, "_index_sampler", None), "sampler", None), DistributedSampler):
+        return "Create DistributedSampler(dataset) after init_process_group(), without num_replicas and rank"
+    return _ADVICE
