@@ -180,8 +180,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 def _all_that_share(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return all ranks if each has read several of the samples of the first rank, in another order."""
     first, *others = (by_rank[rank].value[1:] for rank in sorted(by_rank))
-    known = set(first)
-    is_shared = all(len(known.intersection(values)) >= _MIN_SHARED for values in others)
+    is_shared = all(len(set(first).intersection(values)) >= _MIN_SHARED for values in others)
     in_order = any(
         2 * sum(mine == theirs for mine, theirs in zip(first, values, strict=False))
         > min(len(first), len(values))

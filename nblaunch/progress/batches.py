@@ -30,10 +30,10 @@ def num_elements(batch: Any) -> int:
 
 def digest(batch: Any) -> int | None:
     """Return a digest of a few numbers in a batch, the same in all processes; None if the numbers are all equal."""
-    found: list[float] = []
+    values: list[float] = []
     for tensor in _tensors(batch):
-        found += numbers(tensor, _NUM_ELEMENTS)
-    return hash(tuple(found)) if len(set(found)) > 1 else None
+        values += numbers(tensor, _NUM_ELEMENTS)
+    return hash(tuple(values)) if len(set(values)) > 1 else None
 
 
 def row_digests(batch: Any, max_rows: int) -> list[int]:
@@ -55,26 +55,26 @@ def row_digests(batch: Any, max_rows: int) -> list[int]:
 def numbers(tensor: Any, count: int) -> list[float]:
     """Return up to ``count`` numbers of a tensor, at equal distances."""
     flat = tensor.detach().reshape(-1)
-    found: list[float] = flat[:: max(1, len(flat) // count)][:count].double().tolist()
-    return found
+    values: list[float] = flat[:: max(1, len(flat) // count)][:count].double().tolist()
+    return values
 
 
 def _tensors(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    _collect_tensors(batch, found)
-    return found[:_MAX_TENSORS]
+    values: list[Any] = []
+    _collect_tensors(batch, values)
+    return values[:_MAX_TENSORS]
 
 
-def _collect_tensors(batch: Any, found: list[Any]) -> None:
+def _collect_tensors(batch: Any, values: list[Any]) -> None:
     import torch
 
     if isinstance(batch, torch.Tensor):
         is_sharded = hasattr(batch, "device_mesh")  # reading a DTensor would gather its shards
         if batch.layout is torch.strided and not batch.is_complex() and not is_sharded:
-            found.append(batch)
+            values.append(batch)
         return
     for part in _parts(batch):
-        _collect_tensors(part, found)
+        _collect_tensors(part, values)
 
 
 def _parts(batch: Any) -> Any:

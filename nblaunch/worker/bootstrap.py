@@ -9,6 +9,7 @@
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
+    import_times     explains imports that take long
     span_hooks       records which files the function saves, and how long that takes
     context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
@@ -58,6 +59,7 @@ from nblaunch.worker import (
     debugger_calls,
     file_writes,
     frames,
+    import_times,
     libraries,
     open_files,
     output,
@@ -289,6 +291,12 @@ class _Worker:
         self.sender.send(Started(rank=assignment.rank, pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
+
+    def _watch_imports(self) -> None:
+        """Explain slow imports on the first rank; the others import the same."""
+        if self.assignment.rank == 0:
+            is_fresh = self.files is None or missing_names.is_fresh_process()
+            import_times.watch(is_fresh, self._note)
 
     def _prepare_debugger(self) -> None:
         """Let the kernel inspect this worker within the limits that the launch sets."""

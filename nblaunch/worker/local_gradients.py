@@ -36,7 +36,7 @@ class LocalGradients:
     def __init__(self, wrapped: Sequence[weakref.ref[Any]]) -> None:
         self.is_watched = False
         self._wrapped = wrapped
-        self._found: list[tuple[int, list[float]]] = []  # place, numbers
+        self._values: list[tuple[int, list[float]]] = []  # place, numbers
         self._reduced: list[tuple[int, list[float]]] = []  # address, numbers
         self._handles: list[Any] = []
 
@@ -65,12 +65,12 @@ class LocalGradients:
         """Stop watching."""
         self.end_pass()
         self.is_watched = False
-        self._found.clear()
+        self._values.clear()
         self._reduced.clear()
 
     def note_reduction(self, tensor: Any) -> None:
         """Read the argument of a reduction that is about to begin."""
-        if len(self._reduced) + len(self._found) >= _MAX_REDUCTIONS:
+        if len(self._reduced) + len(self._values) >= _MAX_REDUCTIONS:
             return
         with suppress(Exception):
             if _is_called_by_fsdp():
@@ -85,19 +85,19 @@ class LocalGradients:
             return
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         addresses = {gradient.data_ptr() for gradient in gradients if _is_readable(gradient)}
-        self._found += [(_NUM_PARAMETERS, found) for address, found in reduced if address in addresses]
+        self._values += [(_NUM_PARAMETERS, values) for address, values in reduced if address in addresses]
 
     def take(self) -> str | None:
         """Return the numbers since the last call as text; None if ranks exchanged nothing, or nothing but zeros."""
-        found, self._found = sorted(self._found), []
-        flat = [number for _, numbers in found for number in numbers]
+        values, self._values = sorted(self._values), []
+        flat = [number for _, numbers in values for number in numbers]
         if not any(flat) or not all(map(math.isfinite, flat)):
             return None
         return " ".join(f"{number:.4g}" for number in flat)  # devices round differently
 
     def _note(self, place: int, gradient: Any) -> None:
         if _is_readable(gradient):
-            self._found.append((place, batches.numbers(gradient, _NUM_ELEMENTS)))
+            self._values.append((place, batches.numbers(gradient, _NUM_ELEMENTS)))
 
 
 def _harmless(note: Callable[[Any], None]) -> Callable[[Any], None]:
