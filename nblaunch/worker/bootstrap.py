@@ -145,6 +145,7 @@ class _Worker:
         # Keep the value and the error until the worker has finished, because freeing them may wait for other ranks.
         try:
             self._prepare()
+            self._watch_imports()
             frames.begin_stacks_at_function()
             open_files.leave_out_present_objects()
             process_control.unblock_signals()
