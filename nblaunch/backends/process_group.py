@@ -8,6 +8,7 @@ decides for each command whether it needs a group, and ``session/server.py`` joi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
@@ -31,6 +32,11 @@ close its connections while other ranks are still opening theirs.
 """
 
 _GLOO = ":gloo"
+
+_NUM_JOINING = "nblaunch/joining"
+"""Key under which a store counts the ranks that are about to join the default group."""
+_POLL_S = 0.002
+_POLL_S_PER_RANK = 0.0002
 
 _SETTLE_S = 0.005
 _TIMEOUT = timedelta(minutes=5)
@@ -94,7 +100,14 @@ def _raise_time_limits() -> None:
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
 
 
-def wait_for_members_alone() -> None:
+def adapt_joining(topology: Topology) -> None:
+    """Change how torch forms groups in this worker, which has the launcher's store."""
+    _wait_for_members_alone()
+    _keep_groups_apart()
+    _wait_interruptibly(topology)
+
+
+def _wait_for_members_alone() -> None:
     """Make ``new_group(ranks)`` wait for the members of the group, instead of all ranks of the job.
 
     ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which only the members
@@ -128,7 +141,7 @@ def _replace_barrier(c10d: Any) -> None:
     c10d._store_based_barrier = wait_for_members
 
 
-def keep_groups_apart() -> None:
+def _keep_groups_apart() -> None:
     """Let a program destroy the default group and create it again.
 
     The launcher's store outlives the group. Without a name of its own, the second group would take the first one's keys
@@ -152,6 +165,52 @@ def _name_stores(rendezvous: Any) -> None:
         )
 
     rendezvous._create_c10d_store = connect_and_name
+
+
+def _wait_interruptibly(topology: Topology) -> None:
+    """Let an interrupt reach a rank that waits for other ranks to join the job's default group.
+
+    torch waits in native code, in which Python can't raise the interrupt. If another rank ends instead of joining, the
+    launcher could only kill the waiting rank after the grace period, and its ``finally`` blocks would not run.
+    """
+    change = functools.partial(_wait_before_joining, master_port=topology.master_port)
+    packages.when_imported("torch.distributed.distributed_c10d", change)
+
+
+@packages.defines_replacements
+def _wait_before_joining(c10d: Any, *, master_port: int) -> None:
+    # torch has no public hook between the rendezvous and the creation of the group (torch 2.13).
+    create = getattr(c10d, "_new_process_group_helper", None)
+    if create is None:
+        return
+
+    @packages.replacement_of(create)
+    def create_with_all_ranks(
+        size: int, rank: int, ranks: Sequence[int], backend: Any, store: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not ranks and _port_of(store) == master_port:  # the list is empty for the default group
+            _wait_for_all(store, size, kwargs.get("timeout") or _TIMEOUT)
+        return create(size, rank, ranks, backend, store, *args, **kwargs)
+
+    c10d._new_process_group_helper = create_with_all_ranks
+
+
+def _port_of(store: Any) -> int | None:
+    """Return the port of a store, by which the job's store is recognised; None for other kinds of stores."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+def _wait_for_all(store: Any, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks have called this function; at the time limit, leave the error to torch."""
+    end_s = time.monotonic() + timeout.total_seconds()
+    num_here = store.add(_NUM_JOINING, 1)
+    while num_here < size and time.monotonic() < end_s:
+        time.sleep(_POLL_S + size * _POLL_S_PER_RANK)
+        num_here = store.add(_NUM_JOINING, 0)
 
 
 def name_next_group(name: str) -> None:

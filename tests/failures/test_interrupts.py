@@ -12,6 +12,7 @@ import pytest
 
 from tests.failures.conftest import START_METHODS, across_methods, assert_as_before, value_of
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 GRACE_S = 1.0
 TERM_GRACE_S = 1.0
@@ -150,6 +151,30 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
         "interrupted",
         ["ready", "ready"],
     )
+    assert_as_before(shared)
+
+
+@pytest.mark.parametrize(
+    "join",
+    ["dist.init_process_group()", "nblaunch.Accelerator()", thorough("dist.init_device_mesh('cpu', (2,))")],
+)
+def test_an_interrupt_reaches_ranks_that_wait_for_others_to_join(shared: Kernel, join: str) -> None:
+    cell = shared.submit(
+        f"""
+def train():
+    print("rea" + "dy")
+    try:
+        time.sleep(3600) if rank() == 1 else {join}
+    finally:
+        print("cleaned up")
+notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S})
+"""
+    )
+    wait_for_ranks(cell, "ready")
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.raised.name == "KeyboardInterrupt", cell.describe()
+    wait_for_ranks(cell, "cleaned up")
     assert_as_before(shared)
 
 
