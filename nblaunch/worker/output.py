@@ -229,6 +229,8 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
     shell.display_pub.publish = publish
     shell.display_pub.clear_output = clear_output
     shell.payload_manager.write_payload = write_payload
+    # A kernel's exit() only asks the kernel to end after the cell, so the function would continue.
+    shell.ask_exit = sys.exit
 
 
 def ensure_shell() -> None:
@@ -239,7 +241,9 @@ def ensure_shell() -> None:
     if not InteractiveShell.initialized():
         config = Config()
         config.HistoryManager.enabled = False
-        InteractiveShell.instance(config=config)
+        shell: Any = InteractiveShell.instance(config=config)
+        # IPython leaves this method to its own programs, and "%matplotlib inline" calls it.
+        shell.enable_gui = lambda gui=None: None
 
 
 def show_pending_figures() -> None:

@@ -58,6 +58,18 @@ def test_bars_magics_and_shell_commands_work_as_in_a_cell(shared: Kernel) -> Non
     assert shared.run("%history -l 1").stdout.startswith("%%ranks 1\nfrom tqdm")
 
 
+@pytest.mark.parametrize("method", [thorough("fork"), "forkserver"])
+def test_figures_and_exits_work_as_in_a_script(kernel: Kernel, method: str) -> None:
+    kernel.run(
+        f"import nblaunch\nsession = nblaunch.Session(1, start_method={method!r})\n"
+        "%load_ext nblaunch\n%ranks use session"
+    )
+    cell = kernel.run("%%ranks\n%matplotlib inline\nfrom matplotlib import pyplot\npyplot.plot([1, 2]);")
+    assert any("image/png" in display.data for display in cell.displays), cell.describe()
+    assert kernel.run("%%ranks\nprint(1)\nexit()\nprint(2)").stdout == "1\n"
+    kernel.run("session.close()")
+
+
 def test_help_is_shown_in_the_cell(shared: Kernel) -> None:
     cell = shared.run("%%ranks 1\nrank?")
     assert [one.data["text/plain"].splitlines()[0].split()[-1] for one in cell.displays] == ["int"]
