@@ -61,9 +61,16 @@ def first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Return ranks as ``rank 3`` or ``ranks 0, 2, 5-63``."""
-    numbers = sorted(numbers)
-    return f"rank{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
+    """Return ranks as ``rank 3``, ``ranks 0 and 1`` or ``ranks 0, 2 and 5-63``."""
+    named: list[str] = []
+    for first, last in _runs(numbers):
+        named += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    return f"rank{'' if len(named) == 1 and named[0].isdecimal() else 's'} {joined(named)}"
+
+
+def joined(texts: Sequence[str], word: str = "and") -> str:
+    """Return texts as a list in a sentence: ``a``, ``a and b``, ``a, b and c``."""
+    return f" {word} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
@@ -76,13 +83,18 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 def spans(numbers: Iterable[int]) -> str:
     """Return numbers as text, with ranges for consecutive ones: ``3``, ``0, 2, 5-63``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(numbers))
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the first and last number of each run of consecutive numbers."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return runs
 
 
 def duration(seconds: float) -> str:

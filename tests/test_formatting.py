@@ -66,10 +66,11 @@ def test_long_lists_are_shortened() -> None:
     ("ranks", "text"),
     [
         ([3], "rank 3"),
-        ({1, 0}, "ranks 0-1"),
-        ([0, 2, 5, 6, 7], "ranks 0, 2, 5-7"),
-        ({7: "", 2: "", 6: ""}, "ranks 2, 6-7"),
+        ({1, 0}, "ranks 0 and 1"),
+        ([0, 2, 5, 6, 7], "ranks 0, 2 and 5-7"),
+        ({7: "", 2: "", 6: ""}, "ranks 2, 6 and 7"),
         (range(64), "ranks 0-63"),
+        ([], "ranks "),
     ],
 )
 def test_ranks(ranks: list[int], text: str) -> None:

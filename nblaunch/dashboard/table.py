@@ -3,7 +3,7 @@
     rank  state            epoch      step  steps/s ...
      all  training, 1 slow   2/6   450/1,000    24.1
       11  training, slow     2/6   450/1,000    24.1
-    ranks 0-10, 12-63 training
+    ranks 0-10 and 12-63 training
 
 There is one row for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line of text
 replaces the rows of ranks in lockstep. Text, HTML and widgets draw the same table, so they show the same numbers.

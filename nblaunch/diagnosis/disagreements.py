@@ -397,7 +397,7 @@ def place(call: Call) -> str:
 
 
 def group_name(group: Group) -> str:
-    """Return a group as text, such as ``ranks 0, 1``."""
+    """Return a group as text, such as ``ranks 0 and 1``."""
     name = formatting.ranks(group.ranks) if group.ranks else "many ranks"
     return f"{name} (number {group.number + 1} with these ranks)" if group.number else name
 

@@ -165,7 +165,7 @@ def what_it_means(cause: RootCause, *, is_script: bool = False) -> str:
 
 
 def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
-    """Return how the other ranks ended, in one line: ``ranks 0, 2: ...; rank 3: ...``; empty if there are none."""
+    """Return how the other ranks ended, in one line: ``ranks 0 and 2: ...; rank 3: ...``; empty if there are none."""
     outcomes = {rank: _outcome(report, rank) for rank in report.exits if rank != root.rank}
     grouped = formatting.ranks_by_text(outcomes)
     return "; ".join(f"{formatting.ranks(ranks)}: {outcome}" for outcome, ranks in grouped.items())

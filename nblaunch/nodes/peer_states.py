@@ -1,7 +1,7 @@
 """The state of a job's other nodes, derived from their heartbeats, and the agreement on a step at which all stop.
 
     heartbeats, twice a second ──> update ──> events and readings of their ranks, for the dashboard
-    clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
+    clock                      ──> check  ──> "node 1 (host b, ranks 2 and 3) has sent no heartbeat for 5 s"
 
 Plain state: nothing here blocks, reads or sends.
 """

@@ -119,7 +119,7 @@ def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Clas
     page.run(SECOND)
     page.wait_for_text(SECOND, "done in")
     page.wait_for_text(SECOND, "50 steps")
-    page.wait_for_text(SECOND, "ranks 0-1 alike")
+    page.wait_for_text(SECOND, "ranks 0 and 1 alike")
     page.wait_until_idle(SECOND)
 
 

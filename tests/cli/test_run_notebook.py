@@ -68,7 +68,7 @@ def test_processes_make_progress_in_the_terminal(tmp_path: Path) -> None:
     assert "[3/3] 6 * 7" in lines
     assert "42" in lines
     assert sum("train: done in" in line for line in lines) == 1
-    assert sum("ranks 0-1 alike" in line for line in lines) == 1
+    assert sum("ranks 0 and 1 alike" in line for line in lines) == 1
     assert re.search(r"^train\.ipynb: done after [\d.]+ s; executed copy: ", emulator.text, re.MULTILINE)
     _, table, result = outputs(tmp_path / "out.ipynb")
     assert "train: done in" in str(table)

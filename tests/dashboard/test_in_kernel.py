@@ -34,7 +34,7 @@ def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     assert set(table.data) == {"text/html", "text/plain"}
     first, alike, *_ = table.data["text/plain"].splitlines()
     assert first.startswith("train: done in ")
-    assert alike == "ranks 0-1 alike: done"
+    assert alike == "ranks 0 and 1 alike: done"
     assert "<script" not in table.data["text/html"]
 
 

@@ -75,7 +75,7 @@ def test_the_slower_of_two_ranks_is_named() -> None:
 
 def test_several_slow_ranks_share_a_notice() -> None:
     assert texts(at_rates([10, 10, 5, 10, 4, 10]))[0].startswith(
-        "ranks 2, 4: 2.0 to 2.5 times slower than the others"
+        "ranks 2 and 4: 2.0 to 2.5 times slower than the others"
     )
 
 
@@ -179,7 +179,7 @@ def test_stalls_of_all_ranks_are_reported() -> None:
     view = fold_readings(view, [], START_S + 70)
     assert texts(view) == ["ranks 0-3: no progress for 1:00"]
     view = waiting(trained(2), (0, 1), 11)
-    assert texts(fold_readings(view, [], START_S + 41)) == ["ranks 0-1: no progress for 30 s"]
+    assert texts(fold_readings(view, [], START_S + 41)) == ["ranks 0 and 1: no progress for 30 s"]
 
 
 def test_slow_steps_are_not_a_hang() -> None:
@@ -231,7 +231,7 @@ def test_past_hangs_are_not_shown_again() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_loss_is_reported(value: float) -> None:
     view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
-    assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
+    assert texts(view) == [f"the loss of ranks 0 and 1 is {value}"]
 
 
 def test_a_waiting_rank_is_shown_until_it_moves() -> None:

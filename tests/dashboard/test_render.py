@@ -288,7 +288,7 @@ def test_failures_begin_with_the_root_cause() -> None:
     assert "train: failed in rank 1 after 5.0 s on 5 processes (cpu, fork)" in lines
     at = lines.index("rank 1: ValueError: bad shape (line 9: loss = model(batch))")
     assert at == 1
-    assert lines[at + 1] == "ranks 0, 2-3 lost the connection"
+    assert lines[at + 1] == "ranks 0, 2 and 3 lost the connection"
     assert "killed by SIGKILL" in next(line for line in lines if line.split()[0] == "4")
     text = Reader(render_html(view)).text
     assert text.index(tabulate(view).failures[0].text) < text.index("rank" + "state")
@@ -322,7 +322,7 @@ def test_consequences_share_one_line() -> None:
     view = view_of([*started(4), raised(1), *events, JobEnded(-1, START_S + 5, "failed", 1)])
     root, others = tabulate(view).failures
     assert root.text == "ValueError: bad shape"
-    assert (others.who, others.text, others.is_secondary) == ("ranks 0, 2-3", "lost the connection", True)
+    assert (others.who, others.text, others.is_secondary) == ("ranks 0, 2 and 3", "lost the connection", True)
     assert [row.state_text for row in tabulate(view).rows[1:]] == ["cut off", "failed", "cut off", "cut off"]
     assert rows_html(tabulate(view)).count(BAD) < rows_html(tabulate(view)).count(CALM)
 

@@ -93,7 +93,7 @@ def test_equal_ranks_fold_behind_one_line() -> None:
     memory = [HostMemory(rank, START_S, 800_000_000 + rank * 10**8) for rank in range(2)]
     over = view_of([*memory, *ended(2, 31)], trained())
     text = render_text(over)
-    assert "ranks 0-1 alike: 3.33 steps/s" in text
+    assert "ranks 0 and 1 alike: 3.33 steps/s" in text
     assert not [line for line in text.splitlines() if line.startswith("rank ")]
     html = render_html(over)
     (inside,) = re.findall(r"<details><summary[^>]*>(?:.*?)</summary>(.*?)</details>", html)

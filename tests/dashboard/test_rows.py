@@ -179,7 +179,7 @@ def test_a_slow_rank_has_a_row_and_is_marked() -> None:
     assert labels(table) == ["all", "3"]
     assert table.rows[0].state_text == "training, 1 differs"
     assert (table.rows[1].state_text, table.rows[1].is_marked) == ("training, slow", True)
-    assert table.collapsed == "ranks 0-2, 4-23 training"
+    assert table.collapsed == "ranks 0-2 and 4-23 training"
     assert "▲" in rows_html(table)
 
 
@@ -197,7 +197,7 @@ def test_a_failed_rank_has_a_row_and_the_rest_is_collapsed() -> None:
     table = tabulate(view)
     assert labels(table) == ["all", "20"]
     assert table.rows[0].state_text == "1 failed, 63 training"
-    assert table.collapsed.startswith("ranks 0-19, 21-63 training")
+    assert table.collapsed.startswith("ranks 0-19 and 21-63 training")
 
 
 def test_only_long_waits_are_shown() -> None:
@@ -207,7 +207,7 @@ def test_only_long_waits_are_shown() -> None:
     assert labels(tabulate(view)) == ["all"]
     moving = [sample(rank, 110) for rank in range(24) if rank not in stuck]
     view = fold_readings(view, [*moving, *waiting], START_S + 11.5)
-    assert tabulate(view).collapsed == "ranks 0-1, 6-23 training; ranks 2-5 waiting"
+    assert tabulate(view).collapsed == "ranks 0, 1 and 6-23 training; ranks 2-5 waiting"
     alone = fold_readings(view, [sample(rank, 110) for rank in (3, 4, 5)], START_S + 11.6)
     assert labels(tabulate(alone)) == ["all", "2"]
     few = fold_readings(trained(4), waiting[:1], START_S + 10.1)
@@ -238,7 +238,7 @@ def many() -> JobView:
 def test_differing_ranks_have_rows_and_others_a_line() -> None:
     table = tabulate(many())
     assert labels(table) == ["all", "17", "300"]
-    assert table.collapsed == "ranks 0-16, 18-299, 301-511 training"
+    assert table.collapsed == "ranks 0-16, 18-299 and 301-511 training"
     assert "rank 300: 2.5 times slower than the others" in render_text(many())
     for view in (many(), view_of(ended(512), many())):
         collapsed = tabulate(view).collapsed

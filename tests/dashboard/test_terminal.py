@@ -366,6 +366,6 @@ def _assert_ended(screen: Emulator) -> None:
     rows = screen.text.splitlines()
     assert [line for line in rows if line.startswith("[")].count("[1] at 30") == 1
     first = next(index for index, line in enumerate(rows) if line.startswith("train: done in"))
-    assert any(row.startswith("ranks 0-1 alike") for row in rows[first:])
+    assert any(row.startswith("ranks 0 and 1 alike") for row in rows[first:])
     assert not any("\r" in line or "%|" in line or "closing" in line for line in rows)
     assert len(rows) < 20

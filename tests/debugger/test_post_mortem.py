@@ -94,7 +94,7 @@ def test_compare_names_the_differing_rank(failed: Kernel) -> None:
         {0: "0", 1: "1", 2: "2"},
     )
     text = failed.run("comparison").result or ""
-    assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0, 2" in text
+    assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0 and 2" in text
 
 
 def test_compare_uses_the_innermost_common_function(shared: Kernel) -> None:

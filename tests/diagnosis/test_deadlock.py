@@ -90,7 +90,7 @@ def test_a_wait_without_other_python_threads_is_confirmed() -> None:
 )
 def test_wait_is_derived_from_library_frames(frames: tuple[StackFrame, ...], what: str) -> None:
     lines = explain({0: position(*frames), 1: position(*frames)})
-    assert lines == [f"ranks 0-1 wait for {what}, and the worker has no thread that could end the wait."]
+    assert lines == [f"ranks 0 and 1 wait for {what}, and the worker has no thread that could end the wait."]
 
 
 def test_the_advice_follows_from_the_start_method() -> None:

@@ -186,9 +186,9 @@ BUSY = Position("train.py, line 9: while not ready")
             {},
             [],
             [
-                "ranks 0, 2: waiting in all_reduce, train.py, line 14",
+                "ranks 0 and 2: waiting in all_reduce, train.py, line 14",
                 "rank 1: train.py, line 9: while not ready",
-                "ranks 0, 2 wait for rank 1, which has not entered the collective.",
+                "ranks 0 and 2 wait for rank 1, which has not entered the collective.",
             ],
         ),
         (
@@ -197,8 +197,8 @@ BUSY = Position("train.py, line 9: while not ready")
             [],
             [
                 "rank 0: waiting in all_reduce, train.py, line 14",
-                "ranks 1-2: train.py, line 9: while not ready",
-                "rank 0 waits for ranks 1-2, which have not entered the collective.",
+                "ranks 1 and 2: train.py, line 9: while not ready",
+                "rank 0 waits for ranks 1 and 2, which have not entered the collective.",
             ],
         ),
         (
@@ -241,12 +241,12 @@ BUSY = Position("train.py, line 9: while not ready")
                 "rank 1 waits for rank 0, which has not entered the collective.",
             ],
         ),
-        ({0: BUSY, 1: BUSY}, {}, [], ["ranks 0-1: train.py, line 9: while not ready"]),
+        ({0: BUSY, 1: BUSY}, {}, [], ["ranks 0 and 1: train.py, line 9: while not ready"]),
         (
             {0: waits("barrier", 3), 1: waits("barrier", 3)},
             {0: 1, 1: 1},
             [],
-            ["ranks 0-1: waiting in barrier, train.py, line 3"],
+            ["ranks 0 and 1: waiting in barrier, train.py, line 3"],
         ),
     ],
     ids=[

@@ -79,7 +79,7 @@ def test_a_remote_death_is_reported_with_its_signal(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_is_the_last_explanation(tmp_path: Path) -> None:
-    why = "node 1 (host beta, ranks 2-3) has sent no heartbeat for 5 s"
+    why = "node 1 (host beta, ranks 2 and 3) has sent no heartbeat for 5 s"
     found = failure(RemoteFailures(LABELS, lost={2: why}), tmp_path)
     assert isinstance(found.error, NodeLost)
     assert str(found.error).startswith(why + ".\n")

@@ -95,7 +95,7 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
     )
     cause = blamed(made)
     assert (cause.rank, cause.left_early) == (1, True)
-    assert what_happened(cause, made) == f"{words} while ranks 0, 2 still needed it in a collective operation"
+    assert what_happened(cause, made) == f"{words} while ranks 0 and 2 still needed it in a collective operation"
     assert "loop length" in what_it_means(cause)
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
         ((), ""),
         ((0, 1, 2), ""),
         ((1,), "rank 1 called sys.exit(0) before the function returned; its value is None"),
-        ((0, 2), "ranks 0, 2 called sys.exit(0) before the function returned; their values are None"),
+        ((0, 2), "ranks 0 and 2 called sys.exit(0) before the function returned; their values are None"),
     ],
 )
 def test_early_exits_are_named(leaving: tuple[int, ...], sentence: str) -> None:
@@ -165,8 +165,8 @@ def test_other_failures_share_one_line() -> None:
     )
     line = others_in_one_line(made, RootCause(1))
     assert line.splitlines() == [line]
-    others, rest = line.split("; rank 3, 6: ") if "; rank 3, 6: " in line else line.split("; ranks 3, 6: ")
-    assert others == "ranks 0, 2: lost the connection to it"
+    others, rest = line.split("; ranks 3 and 6: ")
+    assert others == "ranks 0 and 2: lost the connection to it"
     assert rest.startswith("stopped by the launcher; rank 4: finished; rank 5: OSError: xxx")
     assert rest.endswith("...; rank 7: killed by SIGSEGV")
     assert others_in_one_line(report(errors=(failed(1, 2.0),)), RootCause(1)) == ""

@@ -58,7 +58,7 @@ def test_a_file_that_is_still_empty_is_judged_when_it_is_written(tmp_path: Path)
     (tmp_path / "weights.pt").write_bytes(b"weights")
     errors.collect([0, 1])
     assert [type(event) for event in emitted] == [Note]
-    assert "ranks 0-1" in str(emitted[0])
+    assert "ranks 0 and 1" in str(emitted[0])
     errors.end()
     assert len(emitted) == 1
 

@@ -47,7 +47,7 @@ def train(model):
         assert f"[{number}] rank {number} is done" in cell.stdout
         assert kept.run(f"job.logs({number})").value.strip().endswith(f"rank {number} is done")
     assert kept.run("[row['step'] for row in job.metrics if row['rank'] == 0]").value == [0, 1, 2]
-    assert "ranks 0-1" in cell.shown
+    assert "ranks 0 and 1" in cell.shown
     assert kept.run("'ray' in sys.modules").value is False
 
 

@@ -104,8 +104,8 @@ class Mismatch:
 def _named(text: str) -> set[int]:
     """Return the ranks that a text names."""
     named: set[int] = set()
-    for spans in re.findall(r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text):
-        for span in spans.split(", "):
+    for spans in re.findall(r"ranks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)", text):
+        for span in re.split(", | and ", spans):
             low, _, high = span.partition("-")
             named |= set(range(int(low), int(high or low) + 1))
     return named
@@ -366,7 +366,7 @@ PLAIN = (
     dist.all_reduce(torch.ones(4), group=group)  # <- fault <- others
 """,
         (1,),
-        ("ranks 0-1", "all_reduce"),
+        ("ranks 0 and 1", "all_reduce"),
         num_ranks=4,
     ),
     Mismatch(

@@ -31,7 +31,7 @@ def test_waiting_for_a_kernel_thread_ends_the_job(kernel: Kernel) -> None:
         kernel.run(f"def train():\n    {call}")
         cell = kernel.run("notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung")
         assert (
-            f"ranks 0-1 wait for {what}, and the worker has no thread that could end the wait."
+            f"ranks 0 and 1 wait for {what}, and the worker has no thread that could end the wait."
             in cell.raised.value
         )
         assert f"line 2 in train: {call}" in cell.raised.value

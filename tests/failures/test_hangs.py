@@ -76,12 +76,12 @@ SHAPES = (
     dist.all_reduce(torch.ones(2))
 """,
         (
-            "ranks 0, 2: waiting in all_reduce, ",
+            "ranks 0 and 2: waiting in all_reduce, ",
             "in train: dist.all_reduce(torch.ones(2))",
             "rank 1: Cell In[",
             "in train: ",
             "rank 1 has not arrived, and is at cell ",
-            "ranks 0, 2 wait in all_reduce float32[2], collective 1 (cell ",
+            "ranks 0 and 2 wait in all_reduce float32[2], collective 1 (cell ",
         ),
     ),
     Shape(
@@ -94,7 +94,7 @@ SHAPES = (
         dist.all_reduce(torch.ones(2))
 """,
         (
-            "ranks 0, 2: waiting in all_reduce, ",
+            "ranks 0 and 2: waiting in all_reduce, ",
             "rank 1: waiting in barrier, ",
             "in train: dist.barrier(group=twin)",
             "rank 1 alone called barrier, collective 1 of the group of ranks 0-2 (number 2 with these ranks)",
@@ -115,9 +115,9 @@ SHAPES = (
     dist.barrier(group=twin)
 """,
         (
-            "ranks 0, 2: waiting in all_reduce, ",
+            "ranks 0 and 2: waiting in all_reduce, ",
             "rank 1: waiting in barrier, ",
-            " after 2 batches, ranks 0, 2 are still in it, in batch 3",
+            " after 2 batches, ranks 0 and 2 are still in it, in batch 3",
         ),
         timeout_s=5.0,  # the function imports the Accelerator
     ),
@@ -125,7 +125,7 @@ SHAPES = (
         Shape(
             f"ranks in different collectives beside {kind}",
             body + DIFFERENT,
-            ("ranks 0, 2: waiting in all_reduce, ", "rank 1 alone called barrier"),
+            ("ranks 0 and 2: waiting in all_reduce, ", "rank 1 alone called barrier"),
         )
         for kind, body in SPINNING.items()
     ),
@@ -330,7 +330,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
 
     shared.wait_until(are_ready, 30, "all ranks")
     expected = (
-        "ranks 0, 4: waiting in all_reduce",
+        "ranks 0 and 4: waiting in all_reduce",
         "in train: collections.deque(itertools.repeat(None), maxlen=0)",
         "rank 2: no reply: the process is stopped by a signal",
         "rank 3: Cell In[",

@@ -66,7 +66,7 @@ def test_two_notebooks_form_one_job(kernels: list[Kernel]) -> None:
         table = next(display.data["text/plain"] for display in cell.displays if "text/plain" in display.data)
         assert "done" in table
         assert "steps: 50\n" in table
-        assert "ranks 0-1 alike" in table, "of both machines"
+        assert "ranks 0 and 1 alike" in table, "of both machines"
     look = "print(value[0], value[1] == next(model.parameters()).sum().item(), value[1])"
     seen = [kernel.run(look).stdout.split() for kernel in kernels]
     assert [words[:2] for words in seen] == [["0", "True"], ["1", "True"]]

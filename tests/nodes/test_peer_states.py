@@ -42,14 +42,14 @@ def test_silent_nodes_are_named_then_given_up() -> None:
     others.update([heartbeat("b", 1), heartbeat("c", 1)], 101.0)
     assert others.check(105.9) == []
     others.update([heartbeat("c", 2)], 105.9)
-    assert others.check(106.0) == ["node 1 (host beta, ranks 2-3) has sent no heartbeat for 5 s"]
+    assert others.check(106.0) == ["node 1 (host beta, ranks 2 and 3) has sent no heartbeat for 5 s"]
     others.update([heartbeat("b", 1), heartbeat("c", 3)], 110.0)  # the last heartbeat is still there, but old
     assert others.check(110.0) == []
     assert not others.must_end
     others.update([heartbeat("c", 4)], 115.0)
     others.check(116.0)
     assert others.must_end
-    assert others.failures.lost == {2: "node 1 (host beta, ranks 2-3) has sent no heartbeat for 15 s"}
+    assert others.failures.lost == {2: "node 1 (host beta, ranks 2 and 3) has sent no heartbeat for 15 s"}
 
 
 def test_a_node_whose_heartbeats_resume_is_kept() -> None:
@@ -81,7 +81,7 @@ def test_no_heartbeats_are_expected_of_nodes_that_are_done() -> None:
 def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
     others = peers()
     _, notes = others.update([heartbeat("b", 1, messages.LEFT, reason="was interrupted")], 101.0)
-    assert notes == ["node 1 (host beta, ranks 2-3) was interrupted"] == list(others.failures.lost.values())
+    assert notes == ["node 1 (host beta, ranks 2 and 3) was interrupted"] == list(others.failures.lost.values())
     assert others.must_end
 
 

@@ -50,7 +50,7 @@ def test_the_final_text_is_reproducible(notebooks: dict[tuple[bool, bool], Any])
     assert len(set(final.values())) == 1, final
     text = texts(notebooks[True, True])
     assert "train: done in" in text
-    assert "ranks 0-1 alike" in text
+    assert "ranks 0 and 1 alike" in text
     assert "accuracy: 0.9667" in text
 
 

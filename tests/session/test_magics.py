@@ -34,7 +34,7 @@ def test_an_error_fails_the_cell_at_its_own_line(shared: Kernel) -> None:
     cell = shared.run("%%ranks\nbatches = []\nif rank == 1:\n    batches[3]", raises="IndexError")
     assert cell.error is not None
     assert "----> 4     batches[3]" in cell.error.text
-    assert "ranks 0, 2: finished" in cell.error.text
+    assert "ranks 0 and 2: finished" in cell.error.text
     assert "rank 1" in cell.error.text
 
 

@@ -934,7 +934,7 @@ def test_idle_ranks_evaluate_in_their_global_variables(kernel: Kernel, start_met
     assert kernel.run("dict(session.inspect('__name__'))").value == {0: "__main__", 1: "__main__"}
     kernel.run("session.put(y=2)")
     assert kernel.run("dict(session.inspect('y'))").value == {0: 2, 1: 2}
-    assert "ranks 0-1: idle" in (kernel.run("session.compare()").result or "")
+    assert "ranks 0 and 1: idle" in (kernel.run("session.compare()").result or "")
     kernel.run("session.close()")
     assert kernel.processes() == []
 

@@ -159,7 +159,7 @@ def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str
     if start_method == "fork":
         error = launch(kernel, "train", start_method, raises="JobHung").raised
         assert (
-            "ranks 0-1 wait for another thread, and the worker has no thread that could end the wait"
+            "ranks 0 and 1 wait for another thread, and the worker has no thread that could end the wait"
             in error.value
         )
         assert "line 5 in train: lock.acquire()" in error.value
