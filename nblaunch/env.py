@@ -70,7 +70,7 @@ def _one_of(*choices: str) -> VariableType:
     return VariableType(partial(_as_one_of, choices=choices), f"one of {', '.join(choices)}")
 
 
-_TEXT = VariableType(str, "a text")
+_TEXT = VariableType(str, "text")
 _SKIPPED_CHECKS = VariableType(_as_skipped_checks, "on, off, or names after a minus, as in -replicas_differ")
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
@@ -90,13 +90,13 @@ TABLE = {
         Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> in $TMPDIR or /tmp"),
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
-        Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "largest log of a rank in MB; older output is dropped"),
-        Variable("NBLAUNCH_CHECKS", _SKIPPED_CHECKS, frozenset(), "off: no checks of training loops; -NAME: skip it"),
+        Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "maximum size of a rank's log in MB; older output is dropped"),
+        Variable("NBLAUNCH_CHECKS", _SKIPPED_CHECKS, frozenset(), "off: check no training loops; -NAME: skip a check"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "file with settings of nblaunch launch; default: in ~/.config"),
-        Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
+        Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: whether ranks choose their GPUs"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
         Variable("RAY_AUTH_MODE", _TEXT, "", "token: the Ray cluster accepts only commands with its token"),
-        Variable("RAY_RAYLET_PID", _NUMBER, 0, "set by Ray in its workers: the daemon of their node"),
+        Variable("RAY_RAYLET_PID", _NUMBER, 0, "set by Ray in its workers: process id of their daemon"),
         Variable("SLURM_JOB_ID", _TEXT, "", "set by Slurm in an allocation, for engine='slurm'"),
         Variable("SLURM_JOB_NODELIST", _TEXT, "", "set by Slurm: the nodes of the allocation"),
         Variable("SSH_CONNECTION", _TEXT, "", "set by sshd: how this machine was reached, for engine='ssh'"),
@@ -121,16 +121,16 @@ TABLE = {
         Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the metadata server of the TPU host"),
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts in this machine's TPU slice"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
-        Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),
+        Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision, if the script sets none"),
         *(
-            Variable(f"ACCELERATE_FP8_{name}", _FLAG, True, "as in AORecipeKwargs")
+            Variable(f"ACCELERATE_FP8_{name}", _FLAG, True, f"{name.lower()} of AORecipeKwargs")
             for name in ("PAD_INNER_DIM", "ENABLE_FSDP_FLOAT8_ALL_GATHER")
         ),
-        Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU, in processes that nblaunch has not started"),
-        Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
+        Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU in processes that nblaunch has not started"),
+        Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per optimizer step; default: 1"),
         Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare shapes across ranks in every collective"),
-        Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger if the script sets none"),
-        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks as set by the next variables"),
+        Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "log level of get_logger, if the script sets none"),
+        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide ranks by PARALLELISM_CONFIG_*_SIZE"),
         *(
             Variable(f"PARALLELISM_CONFIG_{name}_SIZE", _COUNT, 1, f"{name.lower()}_size of the ParallelismConfig")
             for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
@@ -164,7 +164,7 @@ def read(name: str) -> Any:
     try:
         return row.type.convert(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r:.80}: must be {row.type.valid}") from None
+        raise ValueError(f"environment variable {name}={text!r:.80} must be {row.type.valid}") from None
 
 
 def check() -> None:

@@ -73,6 +73,16 @@ def joined(texts: Sequence[str], word: str = "and") -> str:
     return f" {word} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
+def kind(value: object) -> str:
+    """Return what a value is, by its type: ``a str``, ``an int``, ``None``."""
+    return "None" if value is None else with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """Return a noun with its article: ``a process``, ``an index``."""
+    return f"{'an' if noun[:1].lower() in set('aeio') else 'a'} {noun}"
+
+
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
     """Return the ranks that have each text, ordered by the first rank; ``texts``: rank -> text."""
     grouped: dict[str, list[int]] = {}

@@ -310,13 +310,13 @@ def launch(
     """
     __tracebackhide__ = True
     from nblaunch.config.launching import device_choice, resolved_settings, spec_of
-    from nblaunch.config.settings import SETTINGS, UNUSED, unknown
+    from nblaunch.config.settings import SETTINGS, UNUSED, instead_of
 
     with HiddenLauncherFrames():
         settings = {name: value for name, value in settings.items() if name not in UNUSED}
         for name in settings:
             if name not in SETTINGS:
-                raise TypeError(f"launch() got an unexpected argument: {unknown(name, SETTINGS)}")
+                raise TypeError(f"launch() got an unexpected keyword argument {name!r}{instead_of(name)}")
         resolved = resolved_settings(config_file, settings)
         spec = spec_of(resolved, function, args, return_all=return_all, sync_weights=sync_weights)
         shown = "auto" if resolved["dashboard"] == "text" else resolved["dashboard"]

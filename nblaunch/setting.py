@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch import formatting
 from nblaunch.env import as_flag
 
 _MACHINES = re.compile(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?")
@@ -64,7 +65,7 @@ class Whole(Converter):
                 raise TypeError
             return self._bounded(operator.index(value))  # accepts NumPy's integers
         except TypeError:
-            raise TypeError(f"must be a whole number, but is a {type(value).__name__}") from None
+            raise TypeError(f"must be a whole number, but is {formatting.kind(value)}") from None
 
     def _bounded(self, number: int) -> int:
         if number < self.least or (self.most is not None and number > self.most):
@@ -111,7 +112,7 @@ class Number(Converter):
         if value is None and self.is_optional:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"must be a number, but is a {type(value).__name__}")
+            raise TypeError(f"must be a number, but is {formatting.kind(value)}")
         return self._bounded(value)
 
     def _bounded(self, number: float) -> float:
@@ -137,7 +138,7 @@ class Flag(Converter):
     def accept(self, value: Any) -> bool:
         # bool("no") would be True. Comparing the values as text also accepts NumPy booleans.
         if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):
-            raise TypeError(f"must be True or False, but is a {type(value).__name__}")
+            raise TypeError(f"must be True or False, but is {formatting.kind(value)}")
         return bool(value)
 
 
@@ -198,7 +199,7 @@ class Text(Converter):
     def accept(self, value: Any) -> str:
         if not isinstance(value, str):
             like = f" such as {self.example!r}" if self.example else ""
-            raise TypeError(f"must be a string{like}, but is a {type(value).__name__}")
+            raise TypeError(f"must be a string{like}, but is {formatting.kind(value)}")
         return value
 
 
@@ -210,7 +211,7 @@ class Folder(Text):
 
     def accept(self, value: Any) -> str:
         if not isinstance(value, (str, os.PathLike)):
-            raise TypeError(f"must be the path of a folder, but is a {type(value).__name__}")
+            raise TypeError(f"must be the path of a folder, but is {formatting.kind(value)}")
         return os.fspath(value)
 
 
@@ -245,7 +246,7 @@ class Pairs(Converter):
 
     def accept(self, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
-            raise TypeError(f"must be a dict such as {{'timeout': 60}}, but is a {type(value).__name__}")
+            raise TypeError(f"must be a dict such as {{'timeout': 60}}, but is {formatting.kind(value)}")
         return value
 
 
@@ -264,7 +265,7 @@ class Names(Converter):
 
     def accept(self, value: Any) -> tuple[str, ...]:
         if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-            raise TypeError(f"must be a list of names such as ['a', 'b'], but is a {type(value).__name__}")
+            raise TypeError(f"must be a list of names such as ['a', 'b'], but is {formatting.kind(value)}")
         return self.convert(value)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from nblaunch import formatting
 from nblaunch.setting import (
     Amounts,
     Choice,
@@ -122,17 +123,15 @@ def name_of(function: Any) -> str:
 
 def _check_call(function: Any, args: Any) -> None:
     if not callable(function):
-        raise TypeError(
-            f"function={function!r} can't be called; pass the training function itself, "
-            "as in notebook_launcher(training_function, (model,))"
-        )
+        advice = "pass the function without calling it, as in notebook_launcher(train, (model,))"
+        raise TypeError(f"function={function!r} can't be called; {advice}")
     _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
         advice = "for one argument, write (model,) with a comma"
         if isinstance(args, Mapping):
             advice = "for keyword arguments, pass functools.partial(function, **arguments) as the function"
         raise TypeError(
-            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {advice}"
+            f"args must be a tuple of the function's arguments, but is {formatting.kind(args)}; {advice}"
         )
     try:
         signature = inspect.signature(function)
@@ -142,8 +141,8 @@ def _check_call(function: Any, args: Any) -> None:
         signature.bind(*args)
     except TypeError as error:
         name = name_of(function)
-        types = ", ".join(type(arg).__name__ for arg in args) or "nothing"
-        raise TypeError(f"args do not fit {name}{signature}: {error}; args contain ({types})") from None
+        types = f"has the types ({', '.join(type(arg).__name__ for arg in args)})" if args else "is empty"
+        raise TypeError(f"args do not fit {name}{signature}: {error}; args {types}") from None
 
 
 def _check_runs_when_called(function: Any) -> None:
@@ -507,10 +506,14 @@ def _check_nodes(spec: LaunchSpec) -> None:
         raise ValueError(
             f"num_nodes={spec.num_nodes!r} is a range of machines, which needs rdzv_backend='c10d'"
         )
-    if not spec.is_elastic and (spec.rdzv_endpoint or spec.rdzv_conf or spec.rdzv_timeout_s is not None):
-        raise ValueError(
-            "rdzv_endpoint, rdzv_conf and rdzv_timeout_s are for several machines, but num_nodes=1; leave them out"
-        )
+    given = [
+        name
+        for name in ("rdzv_endpoint", "rdzv_conf", "rdzv_timeout_s")
+        if getattr(spec, name) not in (None, "", {})
+    ]
+    if given and not spec.is_elastic:
+        which = formatting.joined(given)
+        raise ValueError(f"leave out {which} with num_nodes=1: only several machines meet at a rendezvous")
     if spec.is_elastic and spec.post_mortem:
         raise ValueError("post_mortem=True works only on one machine")
     if spec.is_elastic and spec.engine not in ("auto", "elastic"):
@@ -528,8 +531,8 @@ def _check_engine(spec: LaunchSpec) -> None:
             continue
         if use.engines and spec.engine not in use.engines:
             raise ValueError(
-                f"{spec_field.name}={value!r} is for engine={' or '.join(map(repr, use.engines))}, but this launch "
-                f"has engine={spec.engine!r}"
+                f"{spec_field.name}={value!r} is for engine={formatting.joined([*map(repr, use.engines)], 'or')}, but "
+                f"this launch has engine={spec.engine!r}; choose that engine, or leave {spec_field.name} out"
             )
         if not use.fits_engines and spec.is_on_nodes:
             raise ValueError(
@@ -538,8 +541,8 @@ def _check_engine(spec: LaunchSpec) -> None:
             )
     if spec.engine == "ssh" and len(spec.hosts) < spec.min_nodes:
         raise ValueError(
-            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs at least {spec.min_nodes} hosts, such as "
-            f"hosts=['host1', 'host2'], but hosts={list(spec.hosts)!r}"
+            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs the names of at least "
+            f"{formatting.count(spec.min_nodes, 'host')}, but hosts={list(spec.hosts)!r}"
         )
     if spec.is_on_nodes and spec.num_processes is not None and spec.num_processes % spec.max_nodes:
         raise ValueError(

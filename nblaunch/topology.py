@@ -42,7 +42,7 @@ class Topology:
         ):
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise ValueError(
-                    f"{rank}={getattr(self, rank)} is out of range [0, {size}={getattr(self, size)})"
+                    f"{rank}={getattr(self, rank)} must be at least 0 and less than {size}={getattr(self, size)}"
                 )
 
     def to_env(self, restart_count: int = 0, max_restarts: int = 0) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Topology:
             try:
                 return int(text) if text else default
             except ValueError:
-                raise ValueError(f"environment variable {name}={text!r} is not a whole number") from None
+                raise ValueError(f"environment variable {name}={text!r} must be a whole number") from None
 
         world_size = number("WORLD_SIZE", 1)
         rank = number("RANK", 0)

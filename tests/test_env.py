@@ -42,8 +42,8 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError) as caught:
         env.check()
     assert str(caught.value) == (
-        "environment variable NBLAUNCH_KEEP_JOBS='all': must be a whole number of at least 0; "
-        "environment variable ACCELERATE_USE_CPU='perhaps': must be true or false (or 1, 0, yes, no, on, off)"
+        "environment variable NBLAUNCH_KEEP_JOBS='all' must be a whole number of at least 0; "
+        "environment variable ACCELERATE_USE_CPU='perhaps' must be true or false (or 1, 0, yes, no, on, off)"
     )
 
 

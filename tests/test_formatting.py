@@ -118,3 +118,9 @@ def test_table_cells_are_aligned() -> None:
     assert formatting.columns(rows) == ["job      status  n", "train-1  done    12", "x"]
     assert formatting.columns(rows, num_left=1) == ["job      status   n", "train-1    done  12", "x"]
     assert formatting.columns([]) == []
+
+
+def test_sentences_have_articles_and_lists() -> None:
+    assert [formatting.kind(value) for value in ("", 1, None, [])] == ["a str", "an int", "None", "a list"]
+    assert [formatting.joined([*"abc"[:number]]) for number in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert formatting.joined(["'ray'", "'ssh'"], "or") == "'ray' or 'ssh'"

@@ -79,14 +79,14 @@ START_METHODS = ("'auto'", "'fork'", "'forkserver'", "'spawn'")
 
 BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"function": "train"}, TypeError, ("function='train'", "can't be called")),
-    ({"function": None}, TypeError, ("function=None", "notebook_launcher(training_function")),
+    ({"function": None}, TypeError, ("function=None", "notebook_launcher(train, (model,))")),
     ({"args": "model"}, TypeError, ("args", "tuple", "str", "(model,)")),
     ({"args": 3}, TypeError, ("args", "tuple", "int")),
     ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict", "functools.partial(")),
     ({"function": train_async}, TypeError, ("train_async is an async function", "asyncio.run(train_async(")),
     ({"function": functools.partial(train_async, 1), "args": ()}, TypeError, ("train_async is an async",)),
     ({"function": train_in_steps}, TypeError, ("train_in_steps is a generator function", "list(train_in_steps")),
-    ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
+    ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "args is empty")),
     ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
     ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
     ({"num_processes": 10**20}, ValueError, ("num_processes=100000000000000000000", "at most 4096 on one machine")),
@@ -210,9 +210,9 @@ def test_launches_inside_workers_are_rejected(engine: str) -> None:
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
     context.install(ProcessContext(topology=topology, backend=CpuBackend(), is_launched=True))
     try:
-        with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
+        with pytest.raises(RuntimeError, match="a worker requested a launch"):
             notebook_launcher(train, (1,), engine=engine)
-        with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
+        with pytest.raises(RuntimeError, match="a worker requested a launch"):
             debug_launcher(train, (1,))
     finally:
         context.install(before)

@@ -133,7 +133,8 @@ def _run(argv: Sequence[str]) -> int:
     command = first if first in COMMANDS else ""
     try:
         if first and not command:
-            raise UsageError(f"unknown command {first!r}{suggestion(first, COMMANDS)}; see `nblaunch --help`")
+            hint = suggestion(first, COMMANDS) or "; see `nblaunch --help`"
+            raise UsageError(f"unknown command {first!r}{hint}")
         arguments = _parse(argv, command)
         return int(arguments.run(arguments))
     except UsageError as error:

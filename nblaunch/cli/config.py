@@ -93,7 +93,7 @@ def write_basic_config(
     if path.exists():
         print(f"{path}: already exists and will not be overwritten")
         return False
-    _write_detected(path, mixed_precision, "mixed_precision")
+    _write_detected(path, mixed_precision, f"mixed_precision={mixed_precision!r}")
     return path
 
 
@@ -107,14 +107,14 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
         raise UsageError(
             f"{path}: already exists and will not be overwritten; remove it, or choose another --config_file"
         )
-    return _write_detected(path, mixed_precision, "--mixed_precision")
+    return _write_detected(path, mixed_precision, f"--mixed_precision {mixed_precision}")
 
 
-def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
-    """Write the defaults for this machine, and the precision unless it is None; ``label`` is its name in messages."""
+def _write_detected(path: Path, mixed_precision: str | None, given: str) -> int:
+    """Write the defaults for this machine, and the precision unless it is None; ``given``: as the user wrote it."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
-        values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)
+        values["mixed_precision"] = convert("mixed_precision", mixed_precision, given)
     return _write(path, values)
 
 
@@ -283,10 +283,7 @@ def _ask(question: Question, asker: Asker, machine: Machine, answers: Answers) -
         return values[asker.choose(question.text, [label for _, label in choices], index)]
 
     def read(text: str) -> Any:
-        try:
-            return _in_range(question.setting, convert(question.setting, text), answers)
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix(f"{question.setting}: {text!r} ")) from None
+        return _in_range(question.setting, SETTINGS[question.setting].converter.convert(text), answers)
 
     return asker.enter(question.text, "" if default is None else str(default), read)
 
@@ -395,21 +392,22 @@ _YES_NO = ((False, "no"), (True, "yes"))
 QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, "one",
              (("one", "here (this machine)"), ("several", "several machines together"))),
-    Question("num_machines", "How many machines? (or min:max, such as 1:4)", _has_several, 2),
-    Question("machine_rank", "What is the rank of this machine? (from 0)", _has_several, 0),
+    Question("num_machines", "How many machines? (or a range, such as 1:4)", _has_several, 2),
+    Question("machine_rank", "What is the rank of this machine? (0 for the first)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
     Question("main_process_ip", "Which address do the other machines use to reach machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
-    Question("main_process_port", "Port of the rendezvous on machine 0?",
+    Question("main_process_port", "Which port of machine 0 does the rendezvous use?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
-    Question("rdzv_endpoint", "Address of the rendezvous, as host:port?",
+    Question("rdzv_endpoint", "What is the address of the rendezvous? (host:port)",
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", None),
-    Question("max_restarts", "How many restarts after failures?", _has_several, 0),
+    Question("max_restarts", "How many times may the job restart after a failure?", _has_several, 0),
     Question("backend", "Which devices should the job use?", lambda a: True, lambda a, m: m.best, _devices),
-    Question("gpu_ids", "Which GPUs of this machine? (such as 0,2)", lambda a: a["backend"] in GPU_VARIABLES, "all"),
-    Question("num_processes", "How many processes in total, on all machines?", lambda a: True, _total),
-    Question("mixed_precision", "Mixed precision?", lambda a: True, "no", _precisions),
+    Question("gpu_ids", "Which GPUs on this machine? (for example, 0,2)",
+             lambda a: a["backend"] in GPU_VARIABLES, "all"),
+    Question("num_processes", "How many processes in total?", lambda a: True, _total),
+    Question("mixed_precision", "Use mixed precision?", lambda a: True, "no", _precisions),
     Question("downcast_bf16", "Store float as bfloat16 on the TPU, and double as float32?",
              lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", False, _YES_NO),
     Question("strategy", "Which strategy should train the model?", _is_parallel, "ddp", _strategies),
@@ -419,11 +417,11 @@ QUESTIONS = (
              "TRANSFORMER_BASED_WRAP",
              (("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts with many parameters"),
               ("NO_WRAP", "none: the whole model as one unit"))),
-    Question("has_classes", "Which classes are blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
+    Question("has_classes", "Which classes are transformer blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
              ((False, "automatic (as defined by a transformers model)"), (True, "named (you enter the names)"))),
-    Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, separated by commas?",
+    Question("fsdp_transformer_layer_cls_to_wrap", "What are the names of the classes? (separated by commas)",
              lambda a: a.get("has_classes") is True, None),
-    Question("fsdp_min_num_params", "Minimum number of parameters?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
+    Question("fsdp_min_num_params", "How many parameters does a unit need?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
              lambda a: _is_fsdp(a) and _has_own_memory(a), False, _YES_NO),
     Question("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _is_fsdp,
@@ -433,21 +431,21 @@ QUESTIONS = (
               ("FULL_STATE_DICT", "full (one file)"))),
     Question("has_file", "How do you want to set up DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", False,
              ((False, "here (answer a few questions)"), (True, "file (a DeepSpeed JSON file)"))),
-    Question("deepspeed_config_file", "Path of the file?", lambda a: a.get("has_file") is True, None),
+    Question("deepspeed_config_file", "What is the path of the file?", lambda a: a.get("has_file") is True, None),
     Question("zero_stage", "What should be sharded (ZeRO stage)?", _has_own_deepspeed, 2,
              ((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
               (3, "3 (parameters too)"))),
     Question("offload_optimizer_device", "Where should optimizer states be stored?", _from_stage(1), "none",
              (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
-    Question("offload_optimizer_nvme_path", "Folder on that disk?",
+    Question("offload_optimizer_nvme_path", "Which folder on that disk?",
              lambda a: a.get("offload_optimizer_device") == "nvme", "/nvme"),
     Question("offload_param_device", "Where should parameters be stored?", _from_stage(3), "none",
              (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
-    Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
+    Question("offload_param_nvme_path", "Which folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
              "/nvme"),
-    Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
-    Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, 1),
-    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, "no", _compilers),
+    Question("gradient_clipping", "What is the maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
+    Question("gradient_accumulation_steps", "How many micro-batches per optimizer step?", lambda a: True, 1),
+    Question("dynamo_backend", "Compile models with torch.compile?", lambda a: True, "no", _compilers),
     Question("dynamo_mode", "What should compilation optimise for?",
              lambda a: a["dynamo_backend"] == "inductor", "default",
              (("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),

@@ -220,7 +220,8 @@ def _launch_notes(plan: LaunchPlan) -> Iterator[str]:
     # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
     problem = plan.backend.precision_problem("fp16")
     if problem is not None:
-        yield f"mixed_precision='fp16': {problem}"
+        how = "has no effect" if plan.backend.computes_in_full("fp16") else "can't be used"
+        yield f"mixed_precision='fp16' {how}: {problem}"
 
 
 def _device_problems(problems: Mapping[str, str | None]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from nblaunch.config.launching import device_choice
 from nblaunch.config.settings import (
     GROUPS,
     SETTINGS,
+    SHORTHANDS,
     UNUSED,
     ConfigError,
     Layer,
@@ -38,15 +39,6 @@ from nblaunch.packages import is_installed
 from nblaunch.setting import Setting, Switch
 
 COMMAND_LINE = "command line"
-
-SHORTHANDS: dict[str, tuple[str, str, str]] = {
-    "cpu": ("backend", "cpu", "compute on the CPU: --backend cpu"),
-    "multi_gpu": ("backend", "cuda", "compute on GPUs: --backend cuda"),
-    "tpu": ("backend", "xla", "compute on TPUs: --backend xla"),
-    "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
-    "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
-}
-"""Option -> its setting, the value that it gives the setting, and its line in the help."""
 
 _UNUSED_OPTIONS = {name: count for name, count in UNUSED.items() if count is not None}
 
@@ -112,7 +104,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
     try:
         for name in SETTINGS:
             if (value := getattr(arguments, name)) is not None:
-                values[name] = convert(name, value, f"--{name}")
+                values[name] = convert(name, value, f"--{name} {value}")
                 sources[name] = f"--{name} {value}"
     except ConfigError as error:
         raise UsageError(str(error)) from None
@@ -139,7 +131,8 @@ def explain_unknown(options: Iterable[str]) -> str:
             if reason
             else unknown(f"--{name}", [f"--{candidate}" for candidate in valid])
         )
-    return "; ".join(sentences)
+    has_hint = any("; " in sentence or ": " in sentence for sentence in sentences)
+    return "; ".join(sentences) + ("" if has_hint else "; see `nblaunch launch --help`")
 
 
 _DESCRIPTION = """\

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch import env
+from nblaunch import env, formatting
 from nblaunch.config.settings import (
     GROUPS,
     SECTIONS,
@@ -113,7 +113,7 @@ def _load(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must contain keys and values, but is a {type(content).__name__}")
+        raise ConfigError(f"{path}: must contain keys and values, but is {formatting.kind(content)}")
     return content
 
 

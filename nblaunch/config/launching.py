@@ -22,6 +22,7 @@ from nblaunch.config.settings import (
     convert,
     most_machines,
     resolve,
+    shown,
 )
 from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
@@ -46,7 +47,11 @@ def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mappi
         config_file: path; None = the default file.
         options: setting -> value; None = not set.
     """
-    values = {name: convert(name, value) for name, value in options.items() if value is not None}
+    values = {
+        name: convert(name, value, f"{name}={shown(value)}")
+        for name, value in options.items()
+        if value is not None
+    }
     return resolve([Layer("argument", values), *find_layers(config_file)])
 
 
@@ -158,8 +163,8 @@ def _parallelism_arguments(resolved: Resolved) -> dict[str, Any]:
             "parallelism_config_cp_size shards sequences with torch's context parallelism, on NVIDIA GPUs"
         )
     if 1 < total != num_processes is not None:
-        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(f"num_processes={num_processes}, but {shown} is {total}; they must be equal")
+        product = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(f"num_processes={num_processes}, but {product} is {total}; they must be equal")
     return {name.removeprefix("parallelism_config_"): value for name, value in chosen.items()}
 
 

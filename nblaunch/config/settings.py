@@ -173,6 +173,16 @@ _UNSUPPORTED = {
 """Accelerate's settings, or prefixes that end in _, for features that nblaunch does not have -> the reason."""
 
 
+SHORTHANDS: dict[str, tuple[str, str, str]] = {
+    "cpu": ("backend", "cpu", "compute on the CPU: --backend cpu"),
+    "multi_gpu": ("backend", "cuda", "compute on GPUs: --backend cuda"),
+    "tpu": ("backend", "xla", "compute on TPUs: --backend xla"),
+    "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
+    "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
+}
+"""Option -> its setting, the value that it gives the setting, and its line in the help."""
+
+
 def unsupported_reason(name: str) -> str | None:
     """Return the reason why nblaunch does not support a setting of Accelerate; None if it does, or if unknown."""
     if name in SETTINGS:
@@ -192,17 +202,17 @@ GPU_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", 
 """Backend -> the environment variable that selects its GPUs by number."""
 
 _NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
-    "fsdp_config": ("strategy", lambda chosen: chosen == "fsdp", "--use_fsdp"),
-    "deepspeed_config": ("strategy", lambda chosen: chosen == "deepspeed", "--use_deepspeed"),
+    "fsdp_config": ("strategy", lambda chosen: chosen == "fsdp", "strategy fsdp"),
+    "deepspeed_config": ("strategy", lambda chosen: chosen == "deepspeed", "strategy deepspeed"),
     "dynamo_config": (
         "dynamo_backend",
         lambda chosen: chosen != "no",
-        "compilation, such as --dynamo_backend inductor",
+        "compilation, for example with dynamo_backend inductor",
     ),
     "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
     "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
 }
-"""Setting or group -> the setting that it depends on, a test of that setting's value, and what it applies to."""
+"""Setting or group -> the setting that it depends on, a test of that setting's value, and what it needs."""
 
 
 class ConfigError(ValueError):
@@ -250,19 +260,23 @@ class Resolved:
         }
 
 
-def convert(name: str, value: Any, label: str = "") -> Any:
-    """Convert ``value`` to the type of the setting ``name``; messages call it ``label``.
+def convert(name: str, value: Any, given: str = "") -> Any:
+    """Convert ``value`` to the type of the setting ``name``.
+
+    Args:
+        name: name of the setting.
+        value: value of any type.
+        given: how the user wrote both, such as ``--debug 2``; empty: as in a file.
 
     Raises:
         ConfigError: the value is invalid, or the setting is unknown.
     """
-    label = label or name
     if name not in SETTINGS:
-        raise ConfigError(unknown(label, SETTINGS))
+        raise ConfigError(unknown(name, SETTINGS))
     try:
         return SETTINGS[name].converter.convert(value)
     except ValueError as error:
-        raise ConfigError(f"{label}: {shown(value)} {error}") from None
+        raise ConfigError(f"{given or f'{name}: {shown(value)}'} {error}") from None
 
 
 _SHORT = reprlib.Repr()
@@ -283,6 +297,16 @@ def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
     """Return a message that says that ``name`` is unknown, with the nearest of the ``valid`` names."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f"{name} is unknown" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def instead_of(name: str) -> str:
+    """Return what to write instead of ``name``, which is not a setting, as the end of a message; empty if unknown."""
+    if name in SHORTHANDS:
+        setting, value, _ = SHORTHANDS[name]
+        return f"; use {setting}={value!r}"
+    if reason := unsupported_reason(name):
+        return f"; {reason}"
+    return unknown(name, SETTINGS).removeprefix(f"{name} is unknown")
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
@@ -317,8 +341,8 @@ def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
         overrides = order[resolved.sources[other]] < order[resolved.sources[name]]
         if not is_used(resolved[other]) and not overrides:
             raise ConfigError(
-                f"{name} ({resolved.sources[name]}) applies only to {purpose}, but {other} is {resolved[other]} "
-                f"({resolved.sources[other]})"
+                f"{name} ({resolved.sources[name]}) has an effect only with {purpose}, but {other} is "
+                f"{resolved[other]} ({resolved.sources[other]})"
             )
 
 

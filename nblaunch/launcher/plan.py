@@ -77,10 +77,8 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         LaunchError: the devices or the requested start method can't be used from this kernel.
     """
     if context.is_worker():
-        rank = context.current().topology.rank
         raise RuntimeError(
-            f"a launch was requested inside a worker (rank {rank}); call notebook_launcher in the notebook, not in "
-            "the function that it runs"
+            "a worker requested a launch; call notebook_launcher in the notebook, not in the function that it runs"
         )
     env.check()
     if spec.engine == "inline":
@@ -208,7 +206,7 @@ def _reject_beside_inline(spec: LaunchSpec, background: bool) -> None:
     if asked:
         raise ValueError(
             "engine='inline' runs the function in the kernel, so "
-            f"{', '.join((f'{name}={value!r}' for name, value in asked.items()))} can't apply: leave "
+            f"{formatting.joined([f'{name}={value!r}' for name, value in asked.items()])} can't be used: leave "
             f"{'it' if len(asked) == 1 else 'them'} out, or leave out engine='inline'"
         )
 

@@ -20,6 +20,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from nblaunch import formatting
+
 _T = TypeVar("_T")
 
 _MAX_INT = 1 << 63
@@ -85,7 +87,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         raise ValueError(f"{path}: a number with {value.bit_length()} bits is too large")
     if type(value) is hint or (hint is float and type(value) is int):
         return hint(value) if hint is not NoneType else None
-    raise ValueError(f"{path}: {getattr(hint, '__name__', hint)} expected, not {value!r:.80}")
+    raise ValueError(f"{path}: expected {getattr(hint, '__name__', hint)}, got {value!r:.80}")
 
 
 def _read_one_of(options: Sequence[Any], value: Any, path: str) -> Any:
@@ -101,7 +103,7 @@ def _read_tuple(hints: Sequence[Any], value: Any, path: str) -> tuple[Any, ...]:
     if len(hints) == 2 and hints[1] is Ellipsis:
         hints = [hints[0]] * len(items)
     if len(hints) != len(items):
-        raise ValueError(f"{path}: {len(hints)} items expected, not {len(items)}")
+        raise ValueError(f"{path}: expected {formatting.count(len(hints), 'item')}, got {len(items)}")
     return tuple(
         _read(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(hints, items, strict=True))
     )
@@ -110,11 +112,11 @@ def _read_tuple(hints: Sequence[Any], value: Any, path: str) -> tuple[Any, ...]:
 def _read_fields(cls: Any, value: Any, path: str) -> Any:
     hints = _hints(cls)
     if not isinstance(value, dict) or set(value) != set(hints):
-        raise ValueError(f"{path}: {', '.join(hints)} expected, not {value!r:.80}")
+        raise ValueError(f"{path}: expected the fields {formatting.joined(list(hints))}, got {value!r:.80}")
     return cls(**{name: _read(hints[name], item, f"{path}.{name}") for name, item in value.items()})
 
 
 def _list(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{path}: expected a list, not {value!r:.80}")
+        raise ValueError(f"{path}: expected a list, got {value!r:.80}")
     return value

@@ -296,10 +296,10 @@ def test_a_user_answers_in_a_terminal_and_the_file_launches() -> None:
             ("Which devices should the job use?", "cpu"),
             ("How many processes", "two"),
             ("must be a whole number", "2"),
-            ("Mixed precision?", "3"),
+            ("mixed precision?", "3"),
             ("must be a number from 1 to 2", "bf16"),
             ("strategy", ""),
-            ("Micro-batches", ""),
+            ("micro-batches", ""),
             ("Compile models", ""),
         ):
             user.expect_exact(question)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.cli.launch import SHORTHANDS
-from nblaunch.config.settings import SETTINGS
+from nblaunch.config.settings import SETTINGS, SHORTHANDS
 from tests.cli.conftest import Ended, script
 
 Command = Callable[..., Ended]

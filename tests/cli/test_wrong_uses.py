@@ -43,8 +43,8 @@ def assert_rejected(ended: Ended, *words: str) -> None:
         ("--cpu --multi_gpu train.py", ["--cpu", "--multi_gpu", "contradict"]),
         ("--backend cuda --cpu train.py", ["--backend cuda", "--cpu", "contradict"]),
         ("--use_fsdp --use-deepspeed train.py", ["--use_fsdp", "--use_deepspeed", "contradict"]),
-        ("--zero_stage 2 train.py", ["zero_stage", "--use_deepspeed"]),
-        ("--use_fsdp --zero_stage 2 train.py", ["zero_stage", "--use_deepspeed"]),
+        ("--zero_stage 2 train.py", ["zero_stage", "strategy deepspeed"]),
+        ("--use_fsdp --zero_stage 2 train.py", ["zero_stage", "strategy deepspeed"]),
         (
             "--num_machines 2 --machine_rank 2 --main_process_ip 127.0.0.1 train.py",
             ["machine_rank=2", "num_machines=2"],
