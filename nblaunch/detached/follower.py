@@ -162,8 +162,8 @@ class JobFollower(Job):
         while not self._ended.is_set():
             if self._is_detached:
                 raise RuntimeError(
-                    f"{self!r} is no longer followed, because detach() was called; nblaunch.attach({self.id!r}) "
-                    "follows it again"
+                    f"the job {self.id} is no longer followed, because detach() was called; "
+                    f"nblaunch.attach({self.id!r}) follows it again"
                 )
             left_s = _POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic())
             if left_s <= 0:

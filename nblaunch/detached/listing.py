@@ -133,11 +133,17 @@ def find(job_id: str | None) -> JobFolder:
         chosen = [job for job in matching if job.id == job_id] or matching
     if len(chosen) == 1:
         return JobFolder(chosen[0].log_dir)
-    listed = ", ".join(job.id for job in matching or all_jobs) or "none"
-    missing = f"there is no job {job_id}" if job_id else "there are no jobs"
-    problem = f"{job_id!r} is a prefix of several jobs" if matching else missing
-    places = " and ".join(map(str, present_homes()))
-    raise LookupError(f"{problem}; in {places}: {listed}. Only jobs launched with detach=True are listed")
+    names = formatting.joined([job.id for job in matching or all_jobs])
+    where = f"in {formatting.joined([*map(str, present_homes())])}"
+    if matching:
+        problem = f"{job_id!r} is a prefix of several jobs {where}: {names}"
+    else:
+        problem = (
+            f"there is no job {job_id!r} {where}, only {names}"
+            if names and job_id
+            else f"there is no job {where}"
+        )
+    raise LookupError(f"{problem}. Only jobs launched with detach=True are listed")
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:

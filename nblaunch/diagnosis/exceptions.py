@@ -12,18 +12,22 @@ launcher.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SHOWN_CHARACTERS = 4000
 _EARLIER_CHARACTERS = 200
@@ -257,6 +261,18 @@ class HiddenLauncherFrames:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         hide = _outside_launcher if is_interrupt else _outside_package
         BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
+
+
+def hides_launcher(method: Callable[P, T]) -> Callable[P, T]:
+    """Hide nblaunch's frames from errors of a public method, as :class:`HiddenLauncherFrames` does."""
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        with HiddenLauncherFrames():
+            return method(*args, **kwargs)
+
+    return called
 
 
 def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from nblaunch import notes
-from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
+from nblaunch import formatting, notes
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, hides_launcher
 from nblaunch.events import Controls, Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
@@ -165,6 +165,7 @@ class Job(Generic[T]):
         self.wait(timeout)
         return self._outcome.error
 
+    @hides_launcher
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the job to end.
 
@@ -172,7 +173,7 @@ class Job(Generic[T]):
             TimeoutError: the job is still running after ``timeout`` seconds. It continues.
         """
         if not self.ends_within(timeout):
-            raise TimeoutError(f"{self!r} is still running after {timeout} s")
+            raise TimeoutError(f"{_named(self)} is still running after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for :meth:`result` with ``await job`` in a cell; the kernel's event loop stays free."""
@@ -188,6 +189,7 @@ class Job(Generic[T]):
         """Folder with the log of every rank, by attempt."""
         return self.log.path
 
+    @hides_launcher
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Return the output of a rank so far, in the last attempt or in ``attempt``.
 
@@ -199,9 +201,7 @@ class Job(Generic[T]):
         """
         if rank not in self.ranks:
             where = "" if len(self.ranks) == self.num_processes else " on this machine"
-            raise ValueError(
-                f"rank={rank} is not one of this job's ranks{where} ({self.ranks[0]} to {self.ranks[-1]})"
-            )
+            raise ValueError(f"rank={rank}: {_named(self)} has {formatting.ranks(self.ranks)}{where}")
         return self.log.read(rank, self.attempt if attempt is None else attempt)
 
     @property
@@ -220,6 +220,7 @@ class Job(Generic[T]):
         """
         return list(self._hints)
 
+    @hides_launcher
     def timeline(
         self, path: str | os.PathLike[str] | None = None, profiles: str | os.PathLike[str] | None = None
     ) -> Path:
@@ -241,7 +242,7 @@ class Job(Generic[T]):
         chosen = Timeline(self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser())
         if not write_timeline(recorded(self.log), chosen, self.spec.function_name, profiles):
             raise RuntimeError(
-                f"{self!r} has no timeline: no worker on this machine has read a batch, computed gradients or "
+                f"{_named(self)} has no timeline: no worker on this machine has read a batch, computed gradients or "
                 f"saved a file{' yet' if self.is_running else ''}"
             )
         return chosen
@@ -256,6 +257,7 @@ class Job(Generic[T]):
         """Number of ranks of the job, on all machines."""
         return self.topology.world_size
 
+    @hides_launcher
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the trained weights that were not loaded into modules of this process.
 
@@ -274,6 +276,7 @@ class Job(Generic[T]):
         self._check_kept()
         return dict(self._outcome.unloaded_weights)
 
+    @hides_launcher
     def load_weights(self, module: Any, position: ArgPath | None = None) -> None:
         """Load the trained weights returned by :meth:`weights` into a module.
 
@@ -287,12 +290,12 @@ class Job(Generic[T]):
         """
         if self.is_running:
             raise RuntimeError(
-                f"{self!r} has no trained weights yet: wait for it to end, for example with result()"
+                f"{_named(self)} has no trained weights yet: wait for it to end, for example with result()"
             )
         weights = self.weights()
         if not weights:
             raise RuntimeError(
-                f"{self!r} has no trained weights to load: they are in the modules that were passed in args"
+                f"{_named(self)} has no trained weights to load: they are in the modules that were passed in args"
             )
         if position is None and len(weights) == 1:
             (position,) = weights
@@ -300,6 +303,7 @@ class Job(Generic[T]):
             raise ValueError(f"position={position!r} must be one of {', '.join(map(repr, weights))}")
         load_into(module, position, weights[position])
 
+    @hides_launcher
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
@@ -319,6 +323,7 @@ class Job(Generic[T]):
         """
         return self._checked_debugger()[0].inspect(expression, timeout_s)
 
+    @hides_launcher
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function across all ranks; differences come first.
 
@@ -335,6 +340,7 @@ class Job(Generic[T]):
         debugger, first = self._checked_debugger()
         return debugger.compare(first, timeout_s)
 
+    @hides_launcher
     def release(self) -> None:
         """Free the memory of an ended job: its result, and weights that did not fit the kernel's modules.
 
@@ -347,7 +353,7 @@ class Job(Generic[T]):
             RuntimeError: the job is still running.
         """
         if self.is_running:
-            raise RuntimeError(f"{self!r} can't be released: wait for it to end, or call cancel()")
+            raise RuntimeError(f"{_named(self)} can't be released: wait for it to end, or call cancel()")
         if self.kept is not None:
             self.kept.release()
         self.outcome = self._outcome.released()
@@ -379,6 +385,7 @@ class Job(Generic[T]):
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
         self.requests.cancel()
 
+    @hides_launcher
     def detach(self) -> None:
         """Stop following a job that was launched with ``detach=True``: its displays end, and the job continues.
 
@@ -388,14 +395,14 @@ class Job(Generic[T]):
             RuntimeError: the job was not launched with ``detach=True``.
         """
         raise RuntimeError(
-            f"{self!r} ends with this process; only jobs launched with detach=True can continue without it"
+            f"{_named(self)} ends with this process; only jobs launched with detach=True can continue without it"
         )
 
     def __dir__(self) -> list[str]:
         return [*(name for name in super().__dir__() if name.startswith("__")), *_FOR_USERS]
 
     def __repr__(self) -> str:
-        where = f"{self.num_processes} {self.plan.backend.name} workers"
+        where = formatting.count(self.num_processes, f"{self.plan.backend.name} worker")
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
 
     def _ipython_display_(self) -> None:
@@ -484,7 +491,7 @@ class Job(Generic[T]):
             return kept.find_debugger(rank)
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
             raise RuntimeError(
-                f"no worker of {self!r} waits for a debugger. Launch with post_mortem=True to keep the "
+                f"no worker of {_named(self)} waits for a debugger. Launch with post_mortem=True to keep the "
                 "workers after a failure, or call breakpoint() in the function. nblaunch.debug(job=...) "
                 "opens pdb in another job or session"
             )
@@ -499,7 +506,7 @@ class Job(Generic[T]):
         debugger = self.find_debugger()
         if not self.spec.post_mortem:
             raise RuntimeError(
-                f"the ranks of {self!r} can be inspected only if the job was launched with post_mortem=True"
+                f"the ranks of {_named(self)} can be inspected only if the job was launched with post_mortem=True"
             )
         return debugger
 
@@ -516,13 +523,19 @@ class Job(Generic[T]):
 
     def _check_kept(self) -> None:
         if self._outcome.is_released:
-            raise RuntimeError(f"{self!r} no longer has a result or weights, because release() was called")
+            raise RuntimeError(
+                f"{_named(self)} no longer has a result or weights, because release() was called"
+            )
 
     async def _awaited(self) -> T:
         __tracebackhide__ = True
         while not self.ends_within(0):
             await asyncio.sleep(_AWAIT_POLL_S)
         return self.result()
+
+
+def _named(job: Job[Any]) -> str:
+    return f"the job {job.spec.function_name}"
 
 
 _last_job: Job | None = None

@@ -213,11 +213,11 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
     modules = _modules(function)
     if not modules:
         return ""
-    named = ", ".join(f"{where} ({type(module).__name__})" for where, module in modules.items())
+    named = formatting.joined([f"{where} ({type(module).__name__})" for where, module in modules.items()])
     verb, them = ("was", "it") if len(modules) == 1 else ("were", "them")
     return (
         f"{name} used {named} from the notebook, which {verb} not in args, so the workers' changes to {them} "
-        f"are lost. To get trained weights, pass {them} as an argument, as in "
+        f"are lost. To get trained weights, give the function a parameter, and pass the model as its argument: "
         f"notebook_launcher({name.rpartition('.')[2]}, (model,))"
     )
 

@@ -17,11 +17,12 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import debugging, formatting
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.session.session import Session, execute_and_display
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
-_USAGE = "%ranks start [number of processes] | use VARIABLE | status | debug [rank] | restart | stop"
+_USAGE = "%ranks start [number of processes], use VARIABLE, status, debug [rank], restart and stop"
 _COMMANDS = ("start", "use", "status", "debug", "restart", "stop")
 
 
@@ -40,8 +41,11 @@ class RankMagics(Magics):
             ``%ranks debug`` for pdb where a cell failed, ``%ranks restart``, ``%ranks stop``.
         """
         __tracebackhide__ = True
-        if cell is None:
-            return self._control(line.split())
+        with HiddenLauncherFrames():
+            return self._control(line.split()) if cell is None else self._run(line, cell)
+
+    def _run(self, line: str, cell: str) -> None:
+        __tracebackhide__ = True
         session = self._started_or_new()
         chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
@@ -49,7 +53,6 @@ class RankMagics(Magics):
         restore_sources({filename: source})  # IPython stores only the call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(execute_and_display(session, command, chosen))
-        return None
 
     def _control(self, words: Sequence[str]) -> Any:
         __tracebackhide__ = True
@@ -62,7 +65,7 @@ class RankMagics(Magics):
             RankMagics.session = self._named(words[1])
             return None
         if words == ["status"]:
-            return None if self.session is None else self.session.status()
+            return self._started("status").status()
         if words[:1] == ["debug"] and len(words) <= 2:
             rank = _parsed_number("debug", words[1]) if words[1:] else None
             return debugging.debug(rank, job=self._started("debug"))
@@ -72,13 +75,13 @@ class RankMagics(Magics):
         if words == ["stop"]:
             return self._stop()
         near = difflib.get_close_matches(" ".join(words[:1]), _COMMANDS, n=1)
-        hint = f"did you mean %ranks {near[0]}? " if near and near[0] != words[0] else ""
-        raise ValueError(f"%ranks {' '.join(words)}: {hint}The commands are {_USAGE}")
+        hint = f" Did you mean %ranks {near[0]}?" if near and near[0] != words[0] else ""
+        raise ValueError(f"%ranks {' '.join(words)} is not a command.{hint} The commands are {_USAGE}")
 
     def _named(self, name: str) -> Session:
         session = self.shell.user_ns.get(name)
         if not isinstance(session, Session):
-            raise ValueError(f"%ranks use {name}: no variable of this name holds a session")
+            raise ValueError(f"%ranks use {name}: the notebook has no session in a variable {name}")
         return session
 
     def _started_or_new(self) -> Session:
@@ -140,14 +143,14 @@ def _parsed_ranks(line: str) -> list[int] | None:
     for part in re.split(r"[,\s]+", re.sub(r"\s*-\s*", "-", line.strip())):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
-            raise ValueError(f"%%ranks {line}: write ranks as 0,2 or 0-3")
+            raise ValueError(f"%%ranks {line}: ranks must be written as 0,2 or 0-3")
         chosen += range(int(first), int(last or first) + 1)
     return chosen
 
 
 def _parsed_number(command: str, word: str) -> int:
     if not word.isdecimal():
-        raise ValueError(f"%ranks {command} {word}: {word!r} is not a whole number")
+        raise ValueError(f"%ranks {command} {word}: {word!r} must be a whole number")
     return int(word)
 
 

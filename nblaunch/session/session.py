@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from nblaunch import attached_debugger
+from nblaunch import attached_debugger, formatting
 from nblaunch import dashboard as dashboards
 from nblaunch.dashboard import Dashboard
-from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, hides_launcher
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobCancelled
@@ -230,6 +230,7 @@ class Session(RankCommands):
             del function, args  # IPython keeps tracebacks, and with them this frame
             return run_in_session(self, specs.pop(), dashboard=dashboard)
 
+    @hides_launcher
     def result(self) -> Any:
         """Return the value of the last :meth:`run`.
 
@@ -243,6 +244,7 @@ class Session(RankCommands):
             raise RuntimeError("the last command did not call a function that returned on every rank")
         return self._value[0]
 
+    @hides_launcher
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the last :meth:`run`'s trained weights that did not fit the kernel's modules (usually none).
 
@@ -460,10 +462,16 @@ class Session(RankCommands):
         Raises:
             ValueError: there are no such ranks.
         """
-        chosen = sorted(set(self._ranks if ranks is None else ranks))
-        if not chosen or not set(chosen) <= set(self._ranks):
-            raise ValueError(f"ranks {ranks!r}: this session has ranks 0 to {self.num_processes - 1}")
-        return chosen
+        wanted = list(self._ranks if ranks is None else ranks)
+        if not wanted or any(rank not in self._ranks for rank in wanted):
+            given = ", ".join(map(repr, wanted))
+            how = (
+                ""
+                if all(isinstance(rank, int) for rank in wanted)
+                else ". Pass each rank as an argument: ranks(0, 1)"
+            )
+            raise ValueError(f"ranks({given}): this session has {formatting.ranks(self._ranks)}{how}")
+        return sorted(set(wanted))
 
     def _outcome(self, report: CommandReport) -> JobOutcome:
         """Return the outcome of a command."""
@@ -485,11 +493,14 @@ def _check_machine(engine: str, num_nodes: int | str) -> None:
     __tracebackhide__ = True
     if engine in ("auto", "local") and num_nodes in (1, "1", "1:1"):
         return
-    wanted = f"engine={engine!r}, num_nodes={num_nodes!r}"
+    given: dict[str, Any] = {"engine": engine} if engine not in ("auto", "local") else {}
+    given |= {"num_nodes": num_nodes} if num_nodes not in (1, "1", "1:1") else {}
+    wanted = ", ".join(f"{name}={value!r}" for name, value in given.items())
     raise ValueError(
-        f"Session({wanted}) is not possible: commands, variables and results of a session are sent over sockets of "
-        "this machine, so its ranks run here. Leave both out, or start ranks on other machines for one call with "
-        f"notebook_launcher(function, args, {wanted}); nblaunch.Nodes(...) keeps these machines ready between calls"
+        f"Session({wanted}) is not possible: the ranks of a session run on this machine, because commands, variables "
+        f"and results are sent over its sockets. Leave {formatting.joined(list(given))} out. To start ranks on other "
+        f"machines for one call, use notebook_launcher(function, args, {wanted}); nblaunch.Nodes(...) keeps these "
+        "machines ready between calls"
     )
 
 
@@ -504,7 +515,7 @@ def run_in_session(
     """
     __tracebackhide__ = True
     if not isinstance(session, Session):
-        raise TypeError(f"session={session!r} is a {type(session).__name__}; pass an nblaunch.Session")
+        raise TypeError(f"session={session!r} is {formatting.kind(session)}; pass an nblaunch.Session")
     if background:
         raise ValueError(
             "background=True can't be combined with session=, because a session runs one command at a time"

@@ -106,7 +106,7 @@ class SavedCall:
 
 def save_call(
     call: FunctionCall,
-    advice: str = "start_method='fork' pickles nothing, if this process can still be forked",
+    advice: str = "start_method='fork' needs no pickling, if this process can still be forked",
 ) -> SavedCall:
     """Write the call to a memory file with cloudpickle.
 
@@ -172,7 +172,8 @@ def _blame(call: FunctionCall, error: Exception, advice: str) -> str:
     function, args = call
     parts = pickle_errors.unpicklable_variables(function, args)
     named = "; ".join(map(str, parts)) or f"{error}"
+    what = "values that it needs" if len(parts) > 1 else "a value that it needs"
     return (
-        f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: {named}. "
-        f"Create it inside the function, or pass the data that it is made from in args; {advice}."
+        f"{name_of(function)} can't be sent to fresh processes, because {what} can't be pickled: {named}. "
+        f"Create the value inside the function, or pass the data that it is made from in args; {advice}."
     )

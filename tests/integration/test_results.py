@@ -194,7 +194,7 @@ fitted.module.weight.tolist(), wider.module.weight.tolist()
 """
     )
     assert cell.value == ([[3.0, 3.0]], [[1.0, 1.0]])
-    assert "changes args[1].module only in its worker" in cell.stdout
+    assert "changes args[1].module only in the workers" in cell.stdout
     assert "replaces args[2].module (Linear) by other modules" in cell.stdout
     assert "trained weights into args[0].module" in cell.stdout
 
@@ -202,9 +202,9 @@ fitted.module.weight.tolist(), wider.module.weight.tolist()
 def test_a_new_module_of_a_global_object_is_named_unless_it_is_returned(shared: Kernel) -> None:
     shared.run(ESTIMATORS)
     program = "def train():\n    fitted.fit(3.0){}\nnotebook_launcher(train, num_processes=2)"
-    assert "changes fitted.module only in its worker" in shared.run(program.format("")).stdout
+    assert "changes fitted.module only in the workers" in shared.run(program.format("")).stdout
     returned = shared.run(program.format("; return fitted"))
-    assert "only in its worker" not in returned.stdout
+    assert "only in the workers" not in returned.stdout
 
 
 def test_a_large_state_dict_comes_back_without_many_copies(shared: Kernel) -> None:

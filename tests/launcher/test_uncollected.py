@@ -95,7 +95,7 @@ FOUND: list[tuple[Callable[..., Any], str]] = [
     (Own().fit, "self (Own)"),
     (functools.partial(takes, net, teacher=frozen), "argument 0 of the partial (Linear)"),
     (functools.partial(takes, model=net), "model (Linear)"),
-    (functools.partial(takes, net, teacher=Own()), "argument 0 of the partial (Linear), teacher (Own)"),
+    (functools.partial(takes, net, teacher=Own()), "argument 0 of the partial (Linear) and teacher (Own)"),
 ]
 
 

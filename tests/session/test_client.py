@@ -230,7 +230,7 @@ def test_new_command_hides_old_progress() -> None:
     "settings", [{"engine": "processes", "num_nodes": 2}, {"engine": "ray"}, {"num_nodes": "1:4"}]
 )
 def test_ranks_on_other_machines_are_rejected_before_anything_starts(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="ranks run here") as raised:
+    with pytest.raises(ValueError, match="run on this machine") as raised:
         Session(2, **settings)
     for name, value in settings.items():
         assert f"{name}={value!r}" in str(raised.value)

@@ -992,7 +992,7 @@ def test_changed_arguments_of_a_call_are_named(kernel: Kernel) -> None:
     cell = kernel.run("session.run(train, (model, optimizer, losses))")
     (changed,) = [line for line in cell.shown.splitlines() if "the function changes" in line]
     assert "args[2]" in changed
-    assert "kept" not in changed.partition(" only in its worker")[0], "the ranks keep their variables"
+    assert "kept" not in changed.partition(" only in the workers")[0], "the ranks keep their variables"
     assert "args[1] (AdamW)" in cell.shown
     assert "sync_optimizers" not in cell.shown
     assert kernel.run("losses, len(optimizer.state)").value == ([], 0)

@@ -39,6 +39,7 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+from nblaunch import formatting
 from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_in, path_name
 from nblaunch.worker.inheritance import new_modules, watched_values
@@ -57,11 +58,11 @@ _FOR_ITSELF = re.compile(
 
 _NO_VALUE = object()
 _LOST = (
-    "the function changes {names} only in its worker, and the notebook's variables keep their values. Return the new "
-    "values from the function"
+    "the function changes {names} only in the workers, and the notebook's variables keep their values. Return the "
+    "new values from the function"
 )
 _OUTSIDE = (
-    "the function changes {names} only in its worker, because only modules in args come back. To get the new weights, "
+    "the function changes {names} only in the workers, because only modules in args come back. To get the new weights, "
     "pass {them} as an argument"
 )
 _REPLACED = (
@@ -69,7 +70,7 @@ _REPLACED = (
     "the function, and load it in the notebook"
 )
 _STEPPED = (
-    "the function steps {names} only in its worker: the notebook's optimizers keep their old states and do not "
+    "the function steps {names} only in the workers: the notebook's optimizers keep their old states and do not "
     "get the new moments and learning rates. {advice}"
 )
 IN_A_LAUNCH = "To continue training with another launch, pass sync_optimizers=True"
@@ -135,15 +136,17 @@ class Changes:
         kept = _kept_in(returned)
         texts = []
         if names := [*_changed(self._variables, kept), *self._held.new(kept)]:
-            texts.append(_LOST.format(names=", ".join(names)))
+            texts.append(_LOST.format(names=formatting.joined(names)))
         if names := _changed(self._modules, kept):
             texts.append(
-                _OUTSIDE.format(names=", ".join(names), them="it" if len(names) == 1 else "each of them")
+                _OUTSIDE.format(
+                    names=formatting.joined(names), them="it" if len(names) == 1 else "each of them"
+                )
             )
         if names := self._replaced():
-            texts.append(_REPLACED.format(names=", ".join(names)))
+            texts.append(_REPLACED.format(names=formatting.joined(names)))
         if names := _changed(self._optimizers, set()):
-            texts.append(_STEPPED.format(names=", ".join(names), advice=self._advice))
+            texts.append(_STEPPED.format(names=formatting.joined(names), advice=self._advice))
         return texts
 
     def _replaced(self) -> list[str]:

@@ -170,7 +170,7 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
     (note,) = {
         line for line in cell.shown.splitlines() if "the notebook's variables keep their values" in line
     }
-    named = note.partition("changes ")[2].partition(" only in its worker")[0].split(", ")
+    named = note.partition("changes ")[2].partition(" only in the workers")[0].split(", ")
     assert set(named) == {
         "losses",
         "history",
@@ -257,7 +257,7 @@ def launch_with_closure(start_method):
 def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_method: str) -> None:
     shown = shared.run(f"{HELD}\nlaunch_with_closure({start_method!r})").shown
     (note,) = {line for line in shown.splitlines() if "the notebook's variables keep their values" in line}
-    assert set(note.partition("changes ")[2].partition(" only in its worker")[0].split(", ")) == {
+    assert set(note.partition("changes ")[2].partition(" only in the workers")[0].split(", ")) == {
         "predictions",
         "large",
         "minus",
@@ -282,7 +282,7 @@ def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_me
         "kept",
     }
     (note,) = {line for line in shown.splitlines() if "only modules in args come back" in line}
-    assert note.partition("changes ")[2].partition(" only in its worker")[0] == (
+    assert note.partition("changes ")[2].partition(" only in the workers")[0] == (
         "average (AveragedModel), statistics (BatchNorm1d)"
     )
 
