@@ -67,7 +67,7 @@ class CpuBackend(Backend):
 
     def precision_problem(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "fp16 needs a GPU: the CPU computes in full precision instead; mixed_precision='bf16' works on CPUs"
+            return "fp16 needs a GPU, and the CPU computes in full precision; mixed_precision='bf16' works on CPUs"
         if precision == "fp8":
             return NO_FP8
         return None

@@ -33,6 +33,7 @@ from nblaunch.training.options import (
     ProfileKwargs,
     TorchDynamoPlugin,
     check_choice,
+    not_nblaunchs,
 )
 from nblaunch.training.parallelism import ParallelismConfig, check_context_parallel
 from nblaunch.training.precision import AORecipeKwargs
@@ -120,7 +121,7 @@ def resolve_rng_types(asked: Sequence[str] | None) -> list[str]:
     """Return the generators that loaders synchronise across ranks; raise ValueError if one is unknown."""
     kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
     for kind in kinds:
-        check_choice("rng_types item", kind, RNG_TYPES)
+        check_choice("rng_type", kind, RNG_TYPES)
     return kinds
 
 
@@ -204,10 +205,7 @@ def resolve_parallelism(config: Any, kept: ParallelismConfig | None) -> Parallel
         asked = env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
         return kept or (ParallelismConfig() if asked else None)
     if not isinstance(config, ParallelismConfig):
-        raise TypeError(
-            f"parallelism_config={config!r:.80} is a {type(config).__module__}.{type(config).__name__}; pass a "
-            "nblaunch.ParallelismConfig, which has the same fields"
-        )
+        raise TypeError(f"parallelism_config={config!r:.80} {not_nblaunchs(config, ParallelismConfig)}")
     return config
 
 

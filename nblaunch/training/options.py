@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nblaunch import env
+from nblaunch import env, formatting
 from nblaunch.errors import warn
 from nblaunch.packages import is_installed
 
@@ -212,7 +212,7 @@ class ProfileKwargs(KwargsHandler):
 
     def check(self) -> None:
         for activity in self.activities or ():
-            check_choice("activities item", activity, ("cpu", "cuda", "xpu", "mtia"))
+            check_choice("activity", activity, ("cpu", "cuda", "xpu", "mtia"))
 
     def build(self) -> Any:
         """Return the :class:`torch.profiler.profile` that these settings describe."""
@@ -356,10 +356,10 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def check(self) -> None:
         if isinstance(self.num_steps, bool) or not hasattr(self.num_steps, "__index__"):
-            raise TypeError(f"gradient accumulation num_steps={self.num_steps!r} is not a whole number")
+            raise TypeError(f"num_steps={self.num_steps!r} must be a whole number of micro-steps")
         self.num_steps = operator.index(self.num_steps)
         if self.num_steps < 1:
-            raise ValueError(f"gradient accumulation num_steps={self.num_steps} is less than 1")
+            raise ValueError(f"num_steps={self.num_steps} must be at least 1 micro-step")
 
 
 @dataclass
@@ -414,6 +414,14 @@ class DataLoaderConfiguration(KwargsHandler):
                 "DataLoaderConfiguration(use_stateful_dataloader=True) requires torchdata, which is not "
                 "installed: pip install torchdata"
             )
+
+
+def not_nblaunchs(value: Any, cls: type) -> str:
+    """Return the end of a message about a value that is not an instance of nblaunch's ``cls``."""
+    if type(value).__name__ != cls.__name__:
+        return f"is {formatting.kind(value)}; pass an nblaunch.{cls.__name__}"
+    given = f"a {type(value).__module__}.{cls.__name__}"
+    return f"is {given}; pass an nblaunch.{cls.__name__}, which has the same fields"
 
 
 def check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from nblaunch import env
+from nblaunch import env, formatting
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
 
@@ -146,7 +146,7 @@ class ParallelismConfig:
         """Raise the same errors as the constructor if fields that were assigned later are invalid."""
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
+                raise ValueError(f"{name}_size={size!r} must be a whole number of at least 1")
         check_choice("cp_backend", self.cp_backend, ("torch",))
         if self.cp_enabled and not isinstance(self.cp_handler, TorchContextParallelConfig):
             raise ValueError(
@@ -178,8 +178,8 @@ class ParallelismConfig:
         if self.total_size != num_processes:
             raise ValueError(
                 f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({num_processes}): "
-                f"{' x '.join(f'{name}_size={size}' for name, size in self._sizes.items() if size > 1)}. Please adjust "
-                "dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size, or start that many processes"
+                f"{' x '.join(f'{name}_size={size}' for name, size in self._sizes.items() if size > 1)}. Change one of "
+                f"the sizes, or start {formatting.count(self.total_size, 'process')}"
             )
         if is_sharded and num_processes > 1 and not self.is_for_fsdp:
             raise ValueError(

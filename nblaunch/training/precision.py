@@ -360,7 +360,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
         raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', but mixed_precision={name!r}")
     if name == "fp16" and (reason := backend.precision_problem(name)) is not None:
         if current_topology().rank == 0:
-            warn(f"mixed_precision='fp16': {reason}")
+            warn(f"mixed_precision='fp16' has no effect: {reason}")
         return ReplacedFp16Precision(backend, handlers)
     if name == "bf16" and backend.switch_to_bf16():
         return DeviceBf16Precision(backend, handlers)

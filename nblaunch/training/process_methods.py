@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nblaunch import context
+from nblaunch import context, formatting
 from nblaunch.backends import process_group
 from nblaunch.training.collectives.operations import compares_shapes
 from nblaunch.training.joining import JoinedProcess, barrier, is_distributed
@@ -260,7 +260,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
     if isinstance(inputs, (list, tuple)):
         return type(inputs)([inputs[index] for index in indices])
     raise TypeError(
-        f"split_between_processes can't split a {type(inputs).__name__}; valid values are list, tuple, tensor, a dict "
+        f"split_between_processes can't split {formatting.kind(inputs)}; valid values are list, tuple, tensor, a dict "
         "of these, and objects with `select` such as datasets.Dataset"
     )
 

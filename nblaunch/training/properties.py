@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from nblaunch import formatting
 from nblaunch.training import arguments, gradients
 from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
@@ -59,7 +60,9 @@ class _Handler(Generic[H]):
             handler.check()
             handlers[self._kind] = handler
         else:
-            raise TypeError(f"{handler!r:.80} is neither a {self._kind.__name__} nor None")
+            raise TypeError(
+                f"{handler!r:.80} is neither {formatting.with_article(self._kind.__name__)} nor None"
+            )
 
 
 class AcceleratorProperties(ProcessMethods, PerProcessParts):

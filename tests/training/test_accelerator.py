@@ -77,13 +77,13 @@ def test_unknown_arguments_and_members() -> None:
     [
         ({"mixed_precision": "fp32"}, ValueError,
          "mixed_precision='fp32' is unknown; valid values are 'no', 'fp16', 'bf16'"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "num_steps=0 is less than 1"),
-        ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps=1.5 is not a whole number"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "num_steps=0 must be at least 1"),
+        ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps=1.5 must be a whole number"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, ValueError,
          "gradient_accumulation_steps=2 and gradient_accumulation_plugin were both given"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ValueError, "set it in one place"),
         ({"rng_types": ["tpu"]}, ValueError,
-         "rng_types item='tpu' is unknown; valid values are 'generator', 'torch', 'cuda', 'xpu', 'xla'"),
+         "rng_type='tpu' is unknown; valid values are 'generator', 'torch', 'cuda', 'xpu', 'xla'"),
         ({"kwargs_handlers": ["x"]}, ValueError, "not one of DistributedDataParallelKwargs, GradScalerKwargs"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "more than one AutocastKwargs"),
     ],
@@ -109,7 +109,7 @@ def test_changed_settings_apply_to_later_objects() -> None:
     assert accelerator.use_seedable_sampler
     assert isinstance(loader.sampler, SeedableRandomSampler)
     assert (loader.device, loader.rng_types) == (None, ("torch",))
-    with pytest.raises(ValueError, match="rng_types item"):
+    with pytest.raises(ValueError, match="rng_type"):
         accelerator.rng_types = ["dice"]
     accelerator.step_scheduler_with_optimizer = False
     model = nn.Linear(1, 1)

@@ -270,7 +270,7 @@ def test_uncopyable_containers_raise() -> None:
         def __len__(self) -> int:
             return 1
 
-    with pytest.raises(TypeError, match="can't create a Odd with other tensors in it"):
+    with pytest.raises(TypeError, match="can't create an Odd with other tensors in it"):
         nested.convert_to_fp32(Odd())
     assert nested.convert_to_fp32(unchanged := _Fixed(["a"])) is unchanged
 

@@ -394,7 +394,7 @@ def _local_steps(steps: int, enabled: bool, between: int = 2, accumulated: int =
 def test_local_sgd_averages_weights() -> None:
     assert ranks.run(_local_steps, 2, 3, True) == [[False, True, False, True]] * 2
     assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
-    with pytest.raises(ValueError, match="local_sgd_steps=0 is less than 1"):
+    with pytest.raises(ValueError, match="local_sgd_steps=0 must be at least 1"):
         LocalSGD(Accelerator(), _model(), 0)
 
 

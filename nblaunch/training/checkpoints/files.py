@@ -164,7 +164,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder} is damaged: {MANIFEST} can't be read ({error!r}). {_other_than(folder)}"
+            f"checkpoint {folder} is damaged: {MANIFEST} can't be read ({type(error).__name__}: {error}). "
+            f"{_other_than(folder)}"
         ) from error
 
 

@@ -219,7 +219,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         wrong += [f"{name} is missing from the file" for name in missing]
         wrong += [f"{name} is not in the model" for name in unknown]
     if wrong:
-        raise CheckpointError(f"{path} does not fit the model. {formatting.first(wrong, _MAX_NAMED, '; ')}")
+        raise CheckpointError(f"{path} does not fit the model: {formatting.first(wrong, _MAX_NAMED, '; ')}")
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def load_weights(
         shards = dtensor.shard_state_dict(rest, state)
         outcome = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
     except RuntimeError as error:
-        raise CheckpointError(f"{source} does not fit the model. {error}") from error
+        raise CheckpointError(f"{source} does not fit the model: {error}") from error
     if outcome is None:  # a user's method may return nothing
         return
     if weights and not done and len(outcome.unexpected_keys) == len(rest):
@@ -264,7 +264,7 @@ def load_weights(
     lists = (("Missing", set(outcome.missing_keys) - done), ("Unexpected", set(outcome.unexpected_keys)))
     texts = [f"{what} key(s) in state_dict: {', '.join(sorted(names))}" for what, names in lists if names]
     if texts:
-        raise CheckpointError(f"{source} does not fit the {type(module).__name__}. {'; '.join(texts)}")
+        raise CheckpointError(f"{source} does not fit the {type(module).__name__}: {'; '.join(texts)}")
 
 
 def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:

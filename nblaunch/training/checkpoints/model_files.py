@@ -118,12 +118,12 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
-                f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, but safetensors files hold "
+                f"{where}: the model's state has {name!r}, {formatting.kind(tensor)}, but safetensors files hold "
                 "only tensors; use safe_serialization=False"
             )
         if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
             raise CheckpointError(
-                f"{where}: {name!r} is a {type(tensor.data).__name__}, made of several tensors, which safetensors "
+                f"{where}: {name!r} is {formatting.kind(tensor.data)}, made of several tensors, which safetensors "
                 "files can't hold; use safe_serialization=False, or save only the adapters with save_pretrained()"
             )
         view, storage = view_of(tensor)

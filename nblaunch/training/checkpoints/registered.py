@@ -276,7 +276,7 @@ class SavedStates:
         ]
         if others and manifest.world_size != self._world_size:
             raise CheckpointError(
-                f"registered object {index}, a {type(entry.obj).__name__}, had a different state on "
+                f"registered object {index}, {formatting.kind(entry.obj)}, had a different state on "
                 f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
                 f"{self._world_size} processes can't share these states. Start {manifest.world_size} processes, or "
                 "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"

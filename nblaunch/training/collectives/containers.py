@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from nblaunch import formatting
+
 
 class Leaf:
     """Base class for objects that are leaves even though they are dataclasses or sequences."""
@@ -148,7 +150,7 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
         raise _not_rebuilt(data, "copy.copy returns a copy that shares its contents; define __copy__")
     length = len(made.keys() if isinstance(made, Mapping) else made)
     if type(made) is not type(data) or length != len(contents):
-        raise _not_rebuilt(data, f"copy.copy returns a {type(made).__name__} of length {length}")
+        raise _not_rebuilt(data, f"copy.copy returns {formatting.kind(made)} of length {length}")
     return made
 
 
@@ -175,7 +177,7 @@ def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
 
 def _not_rebuilt(data: Any, reason: str) -> TypeError:
     return TypeError(
-        f"can't create a {type(data).__name__} with other tensors in it ({reason}). Pass a dict, list or tuple "
+        f"can't create {formatting.kind(data)} with other tensors in it ({reason}). Pass a dict, list or tuple "
         "instead"
     )
 

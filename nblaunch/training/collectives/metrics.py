@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import formatting
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import containers, nested, operations
@@ -296,7 +297,7 @@ class _Tail:
         for value in values:
             is_text = isinstance(value, (str, bytes))
             if isinstance(value, Sized) and not is_text and len(value) == per_rank > 1:
-                raise self._unclear(f"a {type(value).__name__} of length {per_rank}")
+                raise self._unclear(f"{formatting.kind(value)} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
         """Return whether ``length`` rows are one row per sample; raise ValueError if this is unclear."""

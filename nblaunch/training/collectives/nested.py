@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import formatting
 from nblaunch.training.collectives import containers
 from nblaunch.training.collectives.containers import check_independent, children, rebuilt
 
@@ -169,7 +170,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return rebuilt(first, [concatenate([item[key] for item in data], dim) for key in keys])
     columns = [children(item) for item in data]
     if columns[0] is None:
-        raise TypeError(f"can join only tensors in lists, tuples and mappings, not a {type(first).__name__}")
+        raise TypeError(f"can join only tensors in lists, tuples and mappings, not {formatting.kind(first)}")
     return rebuilt(first, [concatenate(parts, dim) for parts in zip(*columns, strict=True)])
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nblaunch import context, env
+from nblaunch import context, env, formatting
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.collectives import containers, nested
 from nblaunch.training.joining import is_distributed, join, waiting
@@ -165,7 +165,7 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{operation} works on tensors in lists, tuples and dicts, but found "
-                f"a {type(leaf).__name__}: {leaf!r:.80}"
+                f"{formatting.kind(leaf)}: {leaf!r:.80}"
             )
         return function(leaf)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from nblaunch import formatting
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.adapter import ORDER, index_sampler_options
@@ -287,7 +288,7 @@ def _check_leaves(batch: Any) -> None:
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"dispatch_batches=True divides only tensors, but a batch has a {type(leaf).__name__}. Remove it "
+                f"dispatch_batches=True divides only tensors, but a batch has {formatting.kind(leaf)}. Remove it "
                 "in the collate_fn, use dispatch_batches=False, or use split_batches=True with a "
                 "slice_fn_for_dispatch that divides it."
             )

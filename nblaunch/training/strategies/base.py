@@ -36,7 +36,7 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin, not_nblaunchs
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.precision import Precision
 
@@ -112,10 +112,7 @@ class StrategyPlugin(ABC):
         """
         if isinstance(value, cls):
             return value
-        raise TypeError(
-            f"{argument}={value!r:.80} is a {type(value).__module__}.{type(value).__name__}; pass an "
-            f"nblaunch.{cls.__name__}, which has the same fields"
-        )
+        raise TypeError(f"{argument}={value!r:.80} {not_nblaunchs(value, cls)}")
 
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         """Return the name of the precision that models compute in.

@@ -45,7 +45,7 @@ class LocalSGD:
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if local_sgd_steps < 1:
-            raise ValueError(f"local_sgd_steps={local_sgd_steps} is less than 1")
+            raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1")
         if accelerator._preparer.strategy.holds_shards:
             raise ValueError(
                 f"LocalSGD averages whole models, but with {accelerator.distributed_type.value} every rank holds "

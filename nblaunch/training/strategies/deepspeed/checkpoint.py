@@ -92,7 +92,7 @@ def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
     try:
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
     except Exception as error:  # errors from DeepSpeed, torch and the file system
-        raise CheckpointError(f"checkpoint {folder} does not fit DeepSpeed's engine. {error}") from error
+        raise CheckpointError(f"checkpoint {folder} does not fit DeepSpeed's engine: {error}") from error
     if path is None:
         raise CheckpointError(f"checkpoint {folder} can't be read by DeepSpeed's engine")
 

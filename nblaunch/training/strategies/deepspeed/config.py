@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import formatting
 from nblaunch.training.optimizer import OptimizerPlaceholder, SchedulerPlaceholder
 
 AUTO = "auto"
@@ -244,7 +245,7 @@ def _complete_scheduler(config: dict[str, Any], prepared: EngineInputs) -> None:
             )
         if isinstance(prepared.optimizer, DummyOptim):
             raise ValueError(
-                f"a {type(scheduler).__name__} can't be combined with a DummyOptim, whose optimizer does not exist "
+                f"{formatting.kind(scheduler)} can't be combined with a DummyOptim, whose optimizer does not exist "
                 "yet; pass prepare DummyScheduler(optimizer, lr_scheduler_callable=...)"
             )
 
@@ -297,7 +298,7 @@ def read_config(source: Any) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name} is not JSON: {reason}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{name} is a {type(config).__name__}, not an object")
+        raise ValueError(f"{name} must be a JSON object, but is {formatting.kind(config)}")
     return config
 
 

@@ -26,7 +26,7 @@ from nblaunch.events import Note
 from nblaunch.training.joining import JoinedProcess, is_distributed, waiting
 from nblaunch.training.models import compile_model, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin, not_nblaunchs
 from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.deepspeed import checkpoint
@@ -297,10 +297,7 @@ class DeepSpeedPlugins(StrategyPlugin):
             raise ValueError("deepspeed_plugins={} has no plugin")
         for name, plugin in self.by_name.items():
             if not isinstance(plugin, DeepSpeedPlugin):
-                raise TypeError(
-                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass an "
-                    "nblaunch.DeepSpeedPlugin, which has the same fields"
-                )
+                raise TypeError(f"the DeepSpeed plugin {name!r} {not_nblaunchs(plugin, DeepSpeedPlugin)}")
         self.select(next(iter(self.by_name)))
 
     @property

@@ -128,7 +128,7 @@ class ShardingSettings:
         self.cpu_offload = _offload(self.cpu_offload)
         reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
         if isinstance(reshards, str):  # version 1 passes its strategies here
-            self.sharding_strategy, reshards = _sharding_name(reshards), None
+            self.sharding_strategy, reshards = _sharding_name(reshards, "reshard_after_forward"), None
         if reshards is None:
             reshards = _SHARDING.get(str(self.sharding_strategy), True)
         if not isinstance(reshards, int) or reshards < 0:
@@ -239,7 +239,7 @@ def _value(name: str, value: Any) -> Any:
     return dtypes[short]
 
 
-def _sharding_name(strategy: Any) -> str | None:
+def _sharding_name(strategy: Any, argument: str = "sharding_strategy") -> str | None:
     """Return the name of a sharding strategy of version 1, from its name, its number or torch's enum member."""
     if strategy is None:
         return None
@@ -247,10 +247,10 @@ def _sharding_name(strategy: Any) -> str | None:
     name = _SHARDING_NUMBERS.get(name, name)
     if name == "NO_SHARD":
         raise ValueError(
-            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out, so "
+            f"{argument}='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out, so "
             "that DistributedDataParallel trains the models"
         )
-    check_choice("sharding_strategy", name, tuple(_SHARDING))
+    check_choice(argument, name, tuple(_SHARDING))
     return name
 
 
