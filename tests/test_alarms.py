@@ -8,9 +8,7 @@ from tests.alarms import noted, undeclared
 from tests.kernels import Kernel
 
 WARNING = "gradients of the SGD are never cleared. (NBLAUNCH_CHECKS=-gradients_not_cleared silences this)"
-HINTS = (
-    "2 hints about the training loop (loss_divided_twice, no_optimizer_steps): nblaunch.last_job().hints()"
-)
+HINTS = "2 hints about the training loop (loss_divided_twice, no_optimizer_steps): see nblaunch.last_job().hints()"
 
 
 def names_in(kind: str, text: str, *declared: str) -> str:

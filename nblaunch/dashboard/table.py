@@ -12,7 +12,7 @@ replaces the rows of ranks in lockstep. Text, HTML and widgets draw the same tab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -353,8 +353,8 @@ def tabulate(view: JobView) -> Table:
         notices=shown,
         epochs=tabulate_epochs(view),
         metrics=_metrics(view),
-        warnings=tuple(_note(rank, text) for rank, text in view.warnings),
-        notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
+        warnings=_notes(view.warnings),
+        notes=_notes(view.notes[-_NUM_NOTES:]),
         runs=tuple(view.runs.items()),
         log_dir=view.start.log_dir,
     )
@@ -434,12 +434,18 @@ def _setting(view: JobView) -> str:
     how = ", ".join(part for part in parts if part)
     text = formatting.count(len(view.ranks), "process") + (f" ({how})" if how else "")
     if start.attempt:
-        text += f", attempt {start.attempt + 1}"
+        text += f", restart {start.attempt}"
     return text
 
 
-def _note(rank: int, text: str) -> str:
-    return text if rank < 0 else f"rank {rank}: {text}"
+def _notes(notes: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the text of each note once, after the ranks that sent it; the rank of the launcher's notes is negative."""
+    senders: dict[str, set[int]] = {}
+    for rank, text in notes:
+        senders.setdefault(text, set()).add(rank)
+    return tuple(
+        text if min(ranks) < 0 else f"{formatting.ranks(ranks)}: {text}" for text, ranks in senders.items()
+    )
 
 
 def _metrics(view: JobView) -> str:

@@ -155,15 +155,21 @@ def _raised(
 
     If nblaunch raised it because ranks passed different values to a collective, a comparison names the ranks at fault.
     """
-    headline = f"{failed.info.type_name}: {failed.info.message[:_HEADLINE]}".strip().splitlines()[0]
+    headline = (
+        f"{failed.info.type_name}: {failed.info.message[:_HEADLINE]}".strip().splitlines()[0].rstrip(":")
+    )
     rank: int | None = root.rank
+    advice = list(evidence)
     compared = _explain_rejection(report, root)
     if compared is not None:
+        # The exception's text lists what the ranks passed, but not where; the headline has only its first line.
         rank = compared.ranks[0] if len(compared.ranks) == 1 else None
-        evidence = [f"{compared.headline}.", *evidence]
+        places = {place(call) for calls in report.calls.values() if (call := calls.last) is not None}
+        advice = [f"{compared.headline}.", *evidence]
+        evidence = advice if len(places) > 1 else evidence
     error = rebuild(failed)
     annotate(error, failed.info, [*evidence, *notes])
-    return Failure(error, rank, headline, tuple(evidence))
+    return Failure(error, rank, headline, tuple(advice))
 
 
 def _died(

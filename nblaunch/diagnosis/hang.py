@@ -260,10 +260,14 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
     return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in formatting.ranks_by_text(texts).items()]
 
 
-BUSY_FOR_LONG = (
-    f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, increase hang_timeout_s."
-)
-"""Advice for ranks that have made no progress for ``hang_timeout_s``."""
+def advice(positions: Mapping[int, Position]) -> str:
+    """Return advice for ranks at ``positions`` that have made no progress for ``hang_timeout_s``."""
+    if any(position.waits_for_ranks for position in positions.values()):
+        return f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, increase hang_timeout_s."
+    return (
+        "If the function did not hang but was busy for that long, increase hang_timeout_s, or show progress with tqdm "
+        "or accelerator.progress."
+    )
 
 
 def describe_hang(

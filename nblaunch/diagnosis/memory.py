@@ -111,7 +111,8 @@ def _host_line(before: MemoryFacts, lowest: int | None) -> str:
     parts.append(
         f"available at the start {formatting.size(before.available)}" if before.available is not None else ""
     )
-    parts.append(f"at the lowest {formatting.size(lowest)}" if lowest is not None else "")
+    if lowest is not None:
+        parts.append(f"at the lowest {formatting.size(min(lowest, before.available or lowest))}")
     return "Host memory: " + ", ".join(part for part in parts if part) + "."
 
 

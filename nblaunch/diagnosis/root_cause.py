@@ -181,7 +181,8 @@ def _outcome(report: AttemptReport, rank: int) -> str:
             return "lost the connection to it"
         info = report.failed[rank].info
         lines = info.message.strip().splitlines()
-        text = f"{info.type_name}: {lines[0]}" if lines else info.type_name
+        name = info.type_name.rpartition(".")[2]
+        text = f"{name}: {lines[0].rstrip(':')}" if lines else name
         return text if len(text) <= 100 else text[:97] + "..."
     if rank in report.signalled:
         return "stopped by the launcher"

@@ -103,7 +103,7 @@ class SilentErrors:
             self._emit(
                 Note.of_job(
                     f"{formatting.count(len(self._hints), 'hint')} about the training loop ({', '.join(self._hints)}): "
-                    "nblaunch.last_job().hints()"
+                    "see nblaunch.last_job().hints()"
                 )
             )
             self._hints = []
@@ -162,7 +162,7 @@ def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: 
     who = formatting.ranks(blamed)
     others = by_rank.keys() - set(blamed)
     if seen.judged_by in ("equal", "first") and others:
-        who += f" against {formatting.ranks(others)}"
+        who += f" {'differs' if len(blamed) == 1 else 'differ'} from {formatting.ranks(others)}"
     place = f", {cell_name(seen.filename)}, line {seen.lineno}" if seen.filename else ""
     return f"{seen.problem} ({who}{place}). {seen.advice}. (NBLAUNCH_CHECKS=-{check} silences this)"
 

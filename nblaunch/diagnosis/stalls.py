@@ -273,9 +273,11 @@ def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]
             where = f", in batch {batch if batch > after else batch + 1}"
         is_still = "is still" if len(inside.ranks) == 1 else "are still"
         left, stay = formatting.ranks(leavers), formatting.ranks(inside.ranks)
-        headline = f"{left} left the loop on line {loop.first}{how_far}, {stay} {is_still} in it{where}"
+        headline = f"{left} left the loop on line {loop.first}{how_far}, but {stay} {is_still} in it{where}"
         if set(faulty) == set(inside.ranks):
-            headline = f"{stay} {is_still} in the loop on line {loop.first}{where}, {left} left it{how_far}"
+            headline = (
+                f"{stay} {is_still} in the loop on line {loop.first}{where}, but {left} left it{how_far}"
+            )
         return Explanation(f"{headline}: {_states(sides)}", tuple(faulty), (), _UNEVEN)
     return None
 
@@ -430,7 +432,7 @@ def _what(call: Call) -> str:
 
 
 _UNEVEN = (
-    "Every rank must take the same number of batches: prepare the loader (even_batches=True), or put the loop into "
+    "Every rank must repeat the loop equally often: prepare the loader (even_batches=True), or put the loop into "
     "accelerator.join_uneven_inputs([model]) or, without an Accelerator, into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."

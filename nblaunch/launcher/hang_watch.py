@@ -20,12 +20,11 @@ from functools import partial
 from typing import Protocol
 
 from nblaunch import formatting
-from nblaunch.diagnosis import deadlock, full_queues
+from nblaunch.diagnosis import deadlock, full_queues, hang
 from nblaunch.diagnosis.deadlock import DeadlockDetector
 from nblaunch.diagnosis.disagreements import Explanation, explain, explain_splits, find_disagreement
 from nblaunch.diagnosis.full_queues import FullQueueDetector
 from nblaunch.diagnosis.hang import (
-    BUSY_FOR_LONG,
     Check,
     Finding,
     HangDetector,
@@ -290,7 +289,7 @@ class HangWatch:
             return None
         lines, explanation = self._describe(positions, done, finding.busy)
         self._report(self._headline(finding), _with_headline(lines, explanation))
-        advice = "" if self._still_blocked(positions) else BUSY_FOR_LONG
+        advice = "" if self._still_blocked(positions) else hang.advice(positions)
         if explanation is not None:
             advice = explanation.advice
         return Hung(positions, lines, advice, explanation) if finding.hung else None

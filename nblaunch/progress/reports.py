@@ -73,8 +73,8 @@ def _report_nan(step: int) -> None:
     frame = user_frame()
     context.current().observe(
         NAN_CHECK,
-        f"losses have been NaN since step {step} on this rank, and since the next step on all others",
-        "Check the samples that the rank has read for this step: their gradients made all weights NaN",
+        f"losses have been NaN since step {step} on one rank, and since the next step on all others",
+        "Check the samples that this rank has read for this step: their gradients made all weights NaN",
         frame if is_user_file(frame.f_code.co_filename) else None,
         step=step,
         value=step,

@@ -148,6 +148,13 @@ def test_each_outcome_has_its_words() -> None:
     assert headline(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"
 
 
+def test_a_warning_of_several_ranks_is_shown_once() -> None:
+    late = [Note(rank, START_S, text="joins a thread", kind="warning") for rank in (0, 1)]
+    text = render_text(view_of([*started(2), *late]))
+    assert "warning: ranks 0 and 1: joins a thread" in text
+    assert text.count("joins a thread") == 1
+
+
 def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
     warning = Note(-1, START_S, text="memory may run out", kind="warning")
     view = view_of([*started(2), warning, warning, *ended(2)])
@@ -405,7 +412,7 @@ def test_a_job_that_never_started_can_be_shown() -> None:
 
 def test_a_restart_is_named() -> None:
     view = fold(view_of(started(2)), AttemptStarted(-1, START_S + 1, "train", 2, "cpu", "fork", attempt=1))
-    assert "on 2 processes (cpu, fork), attempt 2" in render_text(view)
+    assert "on 2 processes (cpu, fork), restart 1" in render_text(view)
 
 
 def test_progress_line_shows_the_slowest() -> None:

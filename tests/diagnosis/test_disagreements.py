@@ -154,7 +154,7 @@ def test_early_exits_from_loops_are_explained(tmp_path: Path) -> None:
     assert found is not None
     assert found.ranks == (1,)
     assert found.headline.startswith(
-        "rank 1 left the loop on line 2 after 2 batches, ranks 0 and 2 are still in it, in batch 3"
+        "rank 1 left the loop on line 2 after 2 batches, but ranks 0 and 2 are still in it, in batch 3"
     )
 
 

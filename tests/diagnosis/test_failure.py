@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.hang import BUSY_FOR_LONG
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport, Hang
-from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
 from nblaunch.errors import CollectiveMismatch, JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, HostMemory, Returned
 from nblaunch.launcher.joblog import JobLog
@@ -191,14 +189,14 @@ def test_a_stopped_hang_is_reported(log: JobLog) -> None:
     report.signalled = {0: 1.0, 1: 1.0}
     lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
     headline = "rank 1 did not enter the collective that rank 0 is waiting in"
-    report.hang = Hang((1,), headline, lines, BUSY_FOR_LONG)
+    report.hang = Hang((1,), headline, lines, "Look for a branch.")
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
     assert failure.rank == 1
     assert failure.sentence.startswith(headline)
     assert str(failure.error).splitlines()[1:] == [
         *lines,
-        f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, increase hang_timeout_s.",
+        "Look for a branch.",
         f"complete logs: {log.attempt_path(0)}",
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.diagnosis.hang import describe_hang
+from nblaunch.diagnosis.hang import advice, describe_hang
 from nblaunch.diagnosis.stacks import Position, position_of
 from nblaunch.training.collectives import operations
 from nblaunch.wire.outbox import Outbox
@@ -264,3 +264,14 @@ def test_stack_shapes_are_distinguished(
     positions: dict[int, Position], steps: dict[int, int], gone: list[int], lines: list[str]
 ) -> None:
     assert describe_hang(positions, steps, gone) == lines
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_advice_is_about_collectives_only_if_a_rank_waits_in_one(waits: bool) -> None:
+    waiting = [(f"{TORCH}/distributed/distributed_c10d.py", 9, "barrier")] if waits else []
+    positions = {0: position_of(dump(*waiting, ("train.py", 3, "train"), BOOTSTRAP))}
+    assert ("collectives" in advice(positions), "accelerator.progress" in advice(positions)) == (
+        waits,
+        not waits,
+    )
+    assert "hang_timeout_s" in advice(positions)

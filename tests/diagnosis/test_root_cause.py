@@ -95,7 +95,9 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
     )
     cause = blamed(made)
     assert (cause.rank, cause.left_early) == (1, True)
-    assert what_happened(cause, made) == f"{words} while ranks 0 and 2 still needed it in a collective operation"
+    assert (
+        what_happened(cause, made) == f"{words} while ranks 0 and 2 still needed it in a collective operation"
+    )
     assert "loop length" in what_it_means(cause)
 
 

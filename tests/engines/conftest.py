@@ -136,7 +136,9 @@ def comparable(text: str) -> str:
     text = re.sub(r"complete logs: \S+", "complete logs: PATH", text)
     # The launcher stops ranks that have not noticed the lost connection in time.
     ends = "lost the connection to it|stopped by the launcher"
-    return re.sub(rf"ranks? [\d, and-]+: ({ends})(; ranks? [\d, and-]+: ({ends}))*", "others: ended with it", text)
+    return re.sub(
+        rf"ranks? [\d, and-]+: ({ends})(; ranks? [\d, and-]+: ({ends}))*", "others: ended with it", text
+    )
 
 
 def path_with_ssh(folder: str | Path) -> str:

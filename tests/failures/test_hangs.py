@@ -117,7 +117,7 @@ SHAPES = (
         (
             "ranks 0 and 2: waiting in all_reduce, ",
             "rank 1: waiting in barrier, ",
-            " after 2 batches, ranks 0 and 2 are still in it, in batch 3",
+            " after 2 batches, but ranks 0 and 2 are still in it, in batch 3",
         ),
         timeout_s=5.0,  # the function imports the Accelerator
     ),

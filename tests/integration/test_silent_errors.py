@@ -253,8 +253,8 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     assert f"NBLAUNCH_CHECKS=-{name} silences" in warnings
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert f"], line {line})" in warnings
-    ranks = "rank 2 against ranks 0 and 1" if subject == "weights" else "ranks 0-2"
-    assert f"({'rank 0 against ranks 1 and 2' if name == 'steps_on_some_ranks' else ranks}, " in warnings
+    ranks = "rank 2 differs from ranks 0 and 1" if subject == "weights" else "ranks 0-2"
+    assert f"({'rank 0 differs from ranks 1 and 2' if name == 'steps_on_some_ranks' else ranks}, " in warnings
 
 
 NAN = """
@@ -293,7 +293,7 @@ def test_nan_is_traced_to_its_first_rank(shared: Kernel) -> None:
     )
     warnings = shown.partition("warning: ")[2]
     assert "since step 3" in warnings
-    assert "(rank 2 against ranks 0 and 1, " in warnings
+    assert "(rank 2 differs from ranks 0 and 1, " in warnings
     assert "NBLAUNCH_CHECKS=-nan_on_one_rank silences" in warnings
     assert warnings.count("NBLAUNCH_CHECKS") == 1
 

@@ -81,7 +81,9 @@ def test_no_heartbeats_are_expected_of_nodes_that_are_done() -> None:
 def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
     others = peers()
     _, notes = others.update([heartbeat("b", 1, messages.LEFT, reason="was interrupted")], 101.0)
-    assert notes == ["node 1 (host beta, ranks 2 and 3) was interrupted"] == list(others.failures.lost.values())
+    assert (
+        notes == ["node 1 (host beta, ranks 2 and 3) was interrupted"] == list(others.failures.lost.values())
+    )
     assert others.must_end
 
 
