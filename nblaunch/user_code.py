@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import os
+import re
 import sys
 import sysconfig
 from collections import deque
@@ -76,13 +77,16 @@ def is_standard_file(filename: str) -> bool:
     return not is_installed and filename.startswith(("<frozen ", *_STANDARD_FOLDERS))
 
 
+_CELL = re.compile(r"^\w+ In ?\[(\d+)\]$")  # "Cell In[5]", in IPython's tracebacks
+
+
 def cell_name(filename: str) -> str:
-    """Return ``Cell In[5]`` for the file name of a compiled notebook cell; return other names unchanged."""
+    """Return ``cell 5`` for the file name of a compiled notebook cell; return other names unchanged."""
     shell = ipython_shell()
     compiler: Any = getattr(shell, "compile", None)
     if hasattr(compiler, "format_code_name"):
         parts = compiler.format_code_name(filename)
-        return " ".join(parts) if parts else filename
+        return _CELL.sub(r"cell \1", " ".join(parts)) if parts else filename
     # IPython 7 does not store the names of cells: it derives them from the text, or gives all cells the same name.
     if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
         return filename
@@ -90,7 +94,7 @@ def cell_name(filename: str) -> str:
     for number in range(len(cells) - 1, 0, -1):
         texts = (cells[number], f"{cells[number]}\n")
         if any(compiler.get_code_name(text, text, number) == filename for text in texts):
-            return f"Cell In[{number}]"
+            return f"cell {number}"
     return filename
 
 

@@ -26,6 +26,7 @@ VOLATILE = (
     (re.compile(r"pid \d+"), "pid PID"),
     (re.compile(rf"\bon {re.escape(socket.gethostname())}\b"), "on HOST"),
     (re.compile(r"Cell In\[\d+\], line"), "Cell In[N], line"),
+    (re.compile(r"cell \d+, line"), "cell N, line"),
     (re.compile(r"\b\d+(\.\d+)? s\b"), "SECONDS"),
     # Python 3.11 and later underline the failed part of a line.
     (re.compile(r"^ *[~^]+ *\n", re.MULTILINE), ""),

@@ -6,7 +6,6 @@ and root. Messages show the line of a call, but lines are not compared: ranks ma
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from nblaunch.diagnosis.source_blocks import condition_on_rank, loop_around
 from nblaunch.user_code import cell_name
 from nblaunch.wire.collective_calls import BACKWARD, STEP, UNEVEN, Call, Group, RankCalls
 
-_CELL = re.compile(r"^Cell In\[(\d+)\]")
 _MAX_PLACES = 3
 _MAX_SIDES = 6
 
@@ -392,7 +390,7 @@ def places(calls: Iterable[Call]) -> str:
 
 def place(call: Call) -> str:
     """Return where a call is made: ``cell 5, line 9``, ``train.py, line 18``."""
-    name = _CELL.sub(r"cell \1", cell_name(call.site.filename)).rpartition("/")[2]
+    name = cell_name(call.site.filename).rpartition("/")[2]
     return f"{name}, line {call.site.line}" if name else "an unknown line"
 
 

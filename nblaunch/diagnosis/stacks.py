@@ -64,7 +64,6 @@ _THREAD = re.compile(
     r"^(Stack|Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
 )
 _NUM_THREADS = re.compile(rf"^{re.escape(NUM_THREADS)}(\d+)$", re.MULTILINE)
-_CELL = re.compile(r"^Cell In\[(\d+)\]")
 _FOLDER = re.compile(r"/\S*/")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 
@@ -91,7 +90,7 @@ class Position:
     """The position of a rank in its code.
 
     Args:
-        where: the user's innermost line, such as ``Cell In[5], line 9 in train: while not ready``.
+        where: the user's innermost line, such as ``cell 5, line 9 in train: while not ready``.
         waiting_in: the collective that it has entered, such as ``all_reduce``; empty if none.
         is_long_work: it compiles, or writes or reads a checkpoint.
         stack: frames of the thread that runs the function, innermost first.
@@ -114,7 +113,7 @@ class Position:
     @property
     def place(self) -> str:
         """Its position in short form: ``cell 5, line 9``, ``train.py, line 18``."""
-        return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
+        return _FOLDER.sub("", self.where.partition(" in ")[0])
 
     @property
     def no_reply(self) -> str:
@@ -301,7 +300,7 @@ def parse(text: str) -> list[ThreadStack]:
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:
-    """Return frames as lines such as ``Cell In[5], line 9 in train: while not ready``, leaving out nblaunch's."""
+    """Return frames as lines such as ``cell 5, line 9 in train: while not ready``, leaving out nblaunch's."""
     lines = []
     for frame in frames:
         if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):

@@ -34,7 +34,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Answer:
 
 
 def position(*inner: StackFrame, num_threads: int | None = 1) -> Position:
-    return Position("Cell In[1], line 3 in train", stack=(*inner, CELL, BOOTSTRAP), num_threads=num_threads)
+    return Position("cell 1, line 3 in train", stack=(*inner, CELL, BOOTSTRAP), num_threads=num_threads)
 
 
 def test_a_rank_whose_threads_all_wait_is_reported_once(found: Answer) -> None:

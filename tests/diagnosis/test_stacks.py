@@ -163,7 +163,7 @@ def test_frames_are_described_with_their_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("Cell In[5], line 9 in train: x = 1", "cell 5, line 9"),
+        ("cell 5, line 9 in train: x = 1", "cell 5, line 9"),
         ("/home/me/project/train.py, line 14 in train", "train.py, line 14"),
         ("the function has returned, and it is sent: /home/me/train.py, line 3 in f",
          "the function has returned, and it is sent: train.py, line 3"),

@@ -78,7 +78,7 @@ SHAPES = (
         (
             "ranks 0 and 2: waiting in all_reduce, ",
             "in train: dist.all_reduce(torch.ones(2))",
-            "rank 1: Cell In[",
+            "rank 1: cell ",
             "in train: ",
             "rank 1 has not arrived, and is at cell ",
             "ranks 0 and 2 wait in all_reduce float32[2], collective 1 (cell ",
@@ -129,11 +129,11 @@ SHAPES = (
         )
         for kind, body in SPINNING.items()
     ),
-    Shape("a C loop after the last step", STEP + C_LOOP, ("ranks 0-2: Cell In[", *IN_LOOP)),
+    Shape("a C loop after the last step", STEP + C_LOOP, ("ranks 0-2: cell ", *IN_LOOP)),
     Shape(
         "a C loop that others wait for",
         STEP + "    if rank() != 1:\n        dist.all_reduce(torch.ones(2))\n" + C_LOOP,
-        ("rank 1: Cell In[", *IN_LOOP, "rank 1 has not arrived, and is at cell "),
+        ("rank 1: cell ", *IN_LOOP, "rank 1 has not arrived, and is at cell "),
     ),
 )
 
@@ -215,7 +215,7 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
 """,
         raises="JobHung",
     )
-    position = "rank 0: the function has returned, and its return value is being pickled: Cell In["
+    position = "rank 0: the function has returned, and its return value is being pickled: cell "
     assert position in cell.raised.value
     assert "in __reduce__: threading.Event().wait()" in cell.raised.value
     assert_as_before(shared)
@@ -231,7 +231,7 @@ def test_work_without_steps_is_reported_but_not_stopped(shared: Kernel, body: st
         TRAIN.format(body=body) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop")
     )
     cell.wait_for(lambda cell: "ranks 0-2 have shown no step" in cell.shown, 30, "the suspicion")
-    cell.wait_for(lambda cell: "ranks 0-2: Cell In[" in cell.shown, 5, "the stacks")
+    cell.wait_for(lambda cell: "ranks 0-2: cell " in cell.shown, 5, "the stacks")
     assert "no progress" not in cell.shown
     assert not cell.is_done
     shared.interrupt()
@@ -333,7 +333,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
         "ranks 0 and 4: waiting in all_reduce",
         "in train: collections.deque(itertools.repeat(None), maxlen=0)",
         "rank 2: no reply: the process is stopped by a signal",
-        "rank 3: Cell In[",
+        "rank 3: cell ",
         "in train: time.sleep(3600)",
     )
     text = ""

@@ -185,7 +185,7 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     cell = kernel.run("found = notebook_launcher(train, (model,), return_all=True)", timeout_s=200)
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "this process has used CUDA through torch" in text
-    assert "Cell In[2], line 2: `model.to('cuda')`" in text
+    assert "cell 2, line 2: `model.to('cuda')`" in text
     assert "no restart" in text
     method, device, losses = kernel.run(
         "last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']"

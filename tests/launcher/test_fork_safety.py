@@ -205,11 +205,11 @@ def test_a_process_that_has_left_a_ray_cluster_is_not_forked(
 
 def test_a_hang_inside_a_library_names_it(running: None) -> None:
     frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
-    stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
+    stuck = Position("cell 3, line 2 in train", stack=(frame,))
     (line,) = fork_safety.explain_hang([stuck])
     assert "polars" in line
     assert "forkserver" in line
-    assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
+    assert fork_safety.explain_hang([Position("cell 3, line 2 in train")]) == []
 
 
 def reject_as_gnu_openmp_does() -> None:
