@@ -175,7 +175,8 @@ class Asker:
         """Ask for a typed value. An empty answer selects ``default``, or is invalid if there is no default."""
         problem = ""
         while True:
-            print(f"{question}{f' [{default}]' if default else ''}: ", end="", flush=True)
+            end = f" [{default}]:" if default else "" if question.endswith("?") else ":"
+            print(f"{question}{end} ", end="", flush=True)
             line = sys.stdin.readline()
             if not sys.stdin.isatty():
                 print(line.strip())  # as a terminal would show it

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from nblaunch import formatting
 from nblaunch.engines.messages import ModuleSource
 from nblaunch.errors import LaunchError
 from nblaunch.user_code import is_user_file
@@ -75,8 +76,8 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
     if num_bytes > _MAX_BYTES:
         largest = max(sources, key=lambda source: len(source.text))
         raise LaunchError(
-            f"the modules of this notebook, which nodes need, are too large to send: {num_bytes / 1e6:.0f} MB in total "
-            f"({largest.filename} is the largest). Install them on the nodes instead"
+            "the modules of this notebook, which nodes need, are too large to send: "
+            f"{formatting.size(num_bytes)} in total ({largest.filename} is the largest). Install them on the nodes"
         )
     return sources
 

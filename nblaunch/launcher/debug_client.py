@@ -88,7 +88,9 @@ class DebugClient:
             ValueError: there is no such rank.
         """
         if rank is not None and rank not in self._ranks:
-            raise ValueError(f"rank={rank} is not one of these ranks ({self._ranks[0]} to {self._ranks[-1]})")
+            raise ValueError(
+                f"rank={rank} does not run here; this machine has {formatting.ranks(self._ranks)}"
+            )
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:

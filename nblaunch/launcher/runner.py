@@ -336,11 +336,11 @@ class JobRunner(Job):
 
     def _restart(self, report: AttemptReport) -> None:
         failure = self._record_failure(report)
+        before = self.plan.start_method
         self._next_attempt()
-        text = (
-            f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts}) "
-            f"by {self.plan.start_method}: {self.plan.reason}"
-        )
+        text = f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts})"
+        if self.plan.start_method != before:
+            text += f" by {self.plan.start_method}: {self.plan.reason}"
         self.emit(Note.of_job(text, "warning"))
         self._announce_attempt()
         self._start_attempt()

@@ -96,7 +96,7 @@ def load_back(
         if misfit:
             warnings.append(
                 f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
-                f"loaded ({misfit}); weights()[{path!r}] of the job or session has them"
+                f"loaded ({misfit}); last_job().weights()[{path!r}], or weights() of the session, has them"
             )
         else:
             (back if _has_changes(state) else unchanged).append(path)

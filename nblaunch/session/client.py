@@ -349,7 +349,7 @@ def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
                 for part in pickle_errors.unpicklable_parts(value, name)
             ]
             named = "; ".join(map(str, parts)) or f"{error}"
-            raise PayloadError(f"put() pickles values, and these can't be pickled: {named}") from error
+            raise PayloadError(f"put() can't pickle these values: {named}") from error
         yield fd
     finally:
         os.close(fd)

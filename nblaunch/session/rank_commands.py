@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nblaunch import formatting
-from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, hides_launcher
 from nblaunch.launcher.debug_client import RankValues
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.session.client import SessionClient, saved_values
@@ -82,6 +82,7 @@ class RankCommands(ABC):
                 report = session._request(ranks, SetVariables(), [fd])
             session._outcome(report).with_traceback().raise_error()
 
+    @hides_launcher
     def __getitem__(self, name: str) -> RankValues:
         """Return the value of a variable on each rank.
 

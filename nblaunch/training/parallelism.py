@@ -157,9 +157,8 @@ class ParallelismConfig:
             raise NotImplementedError(_SEQUENCE)
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
-                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
-                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1, "
-                "with or without dp_replicate_size"
+                f"tp_size={self.tp_size} and cp_size={self.cp_size} can't be combined with dp_replicate_size="
+                f"{self.dp_replicate_size} alone. Set dp_shard_size to more than 1, with or without dp_replicate_size"
             )
 
     def fit(self, num_processes: int, is_sharded: bool) -> None:
@@ -314,12 +313,11 @@ class ParallelismConfig:
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+                raise ValueError("the first call needs a device_type, such as 'cuda'")
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(
-                f"The device_mesh is already created with device type {self.device_mesh.device_type}, but "
-                f"{device_type} was requested"
+                f"device_type={device_type!r}, but the device mesh was built for {self.device_mesh.device_type!r}"
             )
         return self.device_mesh
 

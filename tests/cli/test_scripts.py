@@ -218,7 +218,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
         "[(7, 0, 2, 'bf16'), (7, 1, 2, 'bf16')]",
         "(8, 0, 1, 'no') <class 'nblaunch.launcher.job.Job'>",
         "TypeError launch() got an unexpected keyword argument 'num_procs'; did you mean num_processes?",
-        "ConfigError num_processes: 'x' must be a whole number",
+        "ConfigError num_processes='x' must be a whole number",
         "ConfigError none.yaml: no such file; `nblaunch config` creates one",
     ], ended.stderr
 

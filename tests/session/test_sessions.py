@@ -48,7 +48,7 @@ _ = session.execute("1")
 kept, tuple(net.weight.shape), session.weights()
 """)
     assert cell.value == ({"weight": (1, 3), "bias": (1,)}, (1, 2), {})
-    assert "weights()[0] of the job or session" in cell.stdout
+    assert "last_job().weights()[0]" in cell.stdout
 
 
 def test_equal_values_are_shown_once(shared: Kernel) -> None:

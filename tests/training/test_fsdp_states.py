@@ -148,6 +148,8 @@ def test_accelerates_full_fsdp_checkpoints_are_read(num_ranks: int, kind: str | 
 def test_missing_shards_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains no shards"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        utils.merge_fsdp_weights(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
     with pytest.raises(CheckpointError, match=r"did you mean .*pytorch_model_fsdp_0"):

@@ -613,7 +613,7 @@ def test_profiles_of_every_rank_are_written(tmp_path: Any) -> None:
 
 
 def test_invalid_profiles_are_rejected() -> None:
-    with pytest.raises(ValueError, match="activities item='gpu' is unknown"):
+    with pytest.raises(ValueError, match="activity='gpu' is unknown"):
         ProfileKwargs(activities=["gpu"])
     with pytest.raises(ValueError, match=r"downcast_bf16=True .*XLA.* cpu"):
         Accelerator(downcast_bf16=True)

@@ -150,6 +150,8 @@ def merge_fsdp_weights(
     folder = Path(checkpoint_dir)
     if remove_checkpoint_dir and Path(output_path).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{output_path} is inside {folder}, which will be removed: choose another folder")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist, or is not a folder")
     if not (folder / ".metadata").is_file():
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
         hint = f"; did you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def launch(
         f" start_method={start_method!r})"
     )
     return [line for line in cell.shown.splitlines() if line.startswith("warning: ")]
+
+
+def names_in(note: str) -> list[str]:
+    """Return the variables that a note about lost changes lists."""
+    return re.split(", | and ", note.partition("changes ")[2].partition(" only in the workers")[0])
 
 
 @contract("generators and iterators")
@@ -170,7 +176,7 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
     (note,) = {
         line for line in cell.shown.splitlines() if "the notebook's variables keep their values" in line
     }
-    named = note.partition("changes ")[2].partition(" only in the workers")[0].split(", ")
+    named = names_in(note)
     assert set(named) == {
         "losses",
         "history",
@@ -257,7 +263,7 @@ def launch_with_closure(start_method):
 def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_method: str) -> None:
     shown = shared.run(f"{HELD}\nlaunch_with_closure({start_method!r})").shown
     (note,) = {line for line in shown.splitlines() if "the notebook's variables keep their values" in line}
-    assert set(note.partition("changes ")[2].partition(" only in the workers")[0].split(", ")) == {
+    assert set(names_in(note)) == {
         "predictions",
         "large",
         "minus",

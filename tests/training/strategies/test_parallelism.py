@@ -395,8 +395,8 @@ def test_split_models_need_a_parallelism_config() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp_size": 0}, "tp_size must be at least 1, but got 0"),
-        ({"dp_replicate_size": 2, "tp_size": 2}, "cannot be used with pure data parallelism"),
+        ({"tp_size": 0}, "tp_size=0 must be a whole number of at least 1"),
+        ({"dp_replicate_size": 2, "tp_size": 2}, "Set dp_shard_size"),
         ({"cp_backend": "other"}, "cp_backend"),
         ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "requires a TorchContextParallelConfig"),
     ],
