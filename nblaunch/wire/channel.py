@@ -71,7 +71,8 @@ class EventSender:
             text = f"an event could not be sent and is lost: {kind!r} ({type(error).__name__}: {error})"
             body = dump_plain(Note(event.rank, event.time_s, text, "warning"))
         if not os.path.samestat(os.fstat(self.fd), self._pipe):
-            raise OSError(errno.EBADF, "the pipe to the launcher was closed here, perhaps by os.closerange()")
+            closed = "the pipe to the launcher was closed in this process, perhaps by os.closerange()"
+            raise OSError(errno.EBADF, closed)
         with suppress(BrokenPipeError):
             for packet in _packets(signing.seal(body, self._key)):
                 while packet:
