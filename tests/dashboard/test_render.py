@@ -329,7 +329,11 @@ def test_consequences_share_one_line() -> None:
     view = view_of([*started(4), raised(1), *events, JobEnded(-1, START_S + 5, "failed", 1)])
     root, others = tabulate(view).failures
     assert root.text == "ValueError: bad shape"
-    assert (others.who, others.text, others.is_secondary) == ("ranks 0, 2 and 3", "lost the connection", True)
+    assert (others.who, others.text, others.is_secondary) == (
+        "ranks 0, 2 and 3",
+        "lost the connection",
+        True,
+    )
     assert [row.state_text for row in tabulate(view).rows[1:]] == ["cut off", "failed", "cut off", "cut off"]
     assert rows_html(tabulate(view)).count(BAD) < rows_html(tabulate(view)).count(CALM)
 

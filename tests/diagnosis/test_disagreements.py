@@ -239,7 +239,8 @@ def test_an_earlier_call_on_another_line_is_named(tmp_path: Path) -> None:
     assert found is not None
     lines = explain(found, calls).lines
     assert lines == (
-        "Before, ranks were on different lines in collective 3: rank 0 train.py, line 7; ranks 1-2 train.py, line 3.",
+        "Before, ranks were on different lines in collective 3: "
+        "rank 0 train.py, line 7; ranks 1 and 2 train.py, line 3.",
     )
     alternating = {rank: calls_of(*[reduce(3), reduce(5 if rank else 7)] * 2, BARRIER if rank else reduce(3))
                    for rank in range(3)}  # fmt: skip
@@ -295,7 +296,9 @@ def test_a_member_that_does_not_create_its_group_is_named(tmp_path: Path) -> Non
     found = explain_stall(Standing(calls, (), {0: in_reduce, 1: in_group, 2: in_reduce}))
     assert found is not None
     assert found.ranks == (0,)
-    assert found.headline.startswith("rank 0 has not called new_group with ranks 0-1, in which rank 1 waits")
+    assert found.headline.startswith(
+        "rank 0 has not called new_group with ranks 0 and 1, in which rank 1 waits"
+    )
 
 
 def test_groups_created_in_another_order_are_explained() -> None:
@@ -317,4 +320,4 @@ def test_groups_created_in_another_order_are_explained() -> None:
     found = explain_stall(Standing(calls, (), at))
     assert found is not None
     assert found.ranks == (2,)
-    assert "new group 1: rank 2 new_group with ranks 1-2" in found.headline
+    assert "new group 1: rank 2 new_group with ranks 1 and 2" in found.headline

@@ -390,7 +390,7 @@ PLAIN = (
     dist.all_reduce(torch.ones(4))  # <- fault
 """,
         (0,),
-        ("new_group with ranks 0-1", "all_reduce"),
+        ("new_group with ranks 0 and 1", "all_reduce"),
     ),
     Mismatch(
         "groups made in another order",
@@ -404,7 +404,7 @@ PLAIN = (
     dist.barrier()
 """,
         (2,),
-        ("new_group with ranks 0-1", "new_group with ranks 1-2"),
+        ("new_group with ranks 0 and 1", "new_group with ranks 1 and 2"),
         num_ranks=4,
     ),
     Mismatch(
