@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -242,6 +243,10 @@ def _check_script(script: str | None, is_module: bool) -> None:
         _check_module(script)
         return
     path = Path(script)
+    if not path.exists() and re.fullmatch(r"python[\d.]*", script):
+        raise UsageError(
+            f"{script}: leave out the interpreter: nblaunch launch [options] script.py [arguments]"
+        )
     if not path.exists():
         raise UsageError(f"{script}: no such file; the working folder is {os.getcwd()}")
     if not path.is_file():

@@ -28,6 +28,8 @@ def assert_rejected(ended: Ended, *words: str) -> None:
         ("", ["no script"]),
         ("none.py", ["none.py", "no such file"]),
         (".", ["not a file", "-m"]),
+        ("python train.py", ["python: ", "leave out the interpreter"]),
+        ("python3.12 -m train", ["python3.12: ", "leave out the interpreter"]),
         ("-m none.at.all", ["none.at.all", "no such module"]),
         ("-m train.py", ["train.py", "without -m"]),
         ("--num_proceses 2 train.py", ["--num_proceses is unknown", "did you mean --num_processes"]),
