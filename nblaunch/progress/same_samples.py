@@ -54,7 +54,7 @@ class SameSamples:
         self._steps: deque[tuple[str, str]] = deque(maxlen=_NUM_STEPS)  # batches, gradients
         self._is_reported = self._is_exchanged = False
         self._loader: weakref.ref[Any] | None = None  # iterator of the loader whose rows are collected
-        self._rows: list[int] | None = []
+        self._rows: list[list[int]] | None = []  # of each batch
 
     def note_batch(self, iterator: Any, batch: Any) -> None:
         """Keep a batch until the backward pass that may follow."""
@@ -88,7 +88,8 @@ class SameSamples:
         self.is_looking, self._read = False, None
         if gradients is not None:
             gradients.end()
-        rows, self._rows = self._rows, None
+        # The last batch of an epoch may be completed with samples of another rank.
+        rows, self._rows = [row for batch in (self._rows or [])[:-1] for row in batch], None
         if rows and self._is_exchanged and len(set(rows)) == len(rows):  # samples may be equal by nature
             self._report(
                 HINT,
@@ -103,7 +104,7 @@ class SameSamples:
         if self._loader is None:
             self._loader = reference
         if self._rows is not None and self._loader() is reference():  # samples of one epoch
-            self._rows += batches.row_digests(batch, _MAX_ROWS)
+            self._rows.append(batches.row_digests(batch, _MAX_ROWS))
 
     def _end_step(self, gradients: Any) -> None:
         """Compare ranks if gradients have been exchanged since the last step."""

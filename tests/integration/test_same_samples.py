@@ -161,6 +161,14 @@ RIGHT = {
         DataLoader(DATA, batch_sampler=OwnBatches(RandomSampler(DATA))),
     ):
         loop(ddp(), loader)""",
+    "a last batch that begins anew": """rank, size = begin()
+    class Padded:
+        def __iter__(self):
+            yield from itertools.islice(BatchSampler(range(192), 16, False), rank, None, size)
+            yield list(range(16)) if rank else list(range(176, 192))
+        def __len__(self):
+            return 192 // 16 // size + 1
+    loop(ddp(), DataLoader(DATA, batch_sampler=Padded()))""",
     "streams": """loop(ddp(), DataLoader(Stream(divides=True), 8))
     loop(ddp(), DataLoader(Stream(divides=True), 8, num_workers=2))""",
     "shares of a data set": """rank, size = begin()
