@@ -144,10 +144,8 @@ class _Watch(importlib.abc.MetaPathFinder):
             if self._is_fresh
             else f"import {package.name} before the launch, so that workers inherit it"
         )
-        self._report(
-            f"rank 0 spent {formatting.duration(package.seconds)} importing {package.name}{importer}: {advice}. "
-            f"(NBLAUNCH_CHECKS=-{CHECK} silences this)"
-        )
+        duration = formatting.duration(package.seconds)
+        self._report(f"rank 0 spent {duration} importing {package.name}{importer}: {advice}")
 
 
 def _importer_of(package: str) -> str:
