@@ -164,6 +164,8 @@ UNCLEAR: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     "a list of 2 dicts": (lambda x: [{"boxes": row.repeat(2)} for row in x], False),
     "a list of 2 tuples": (lambda x: [(row, row) for row in x], False),
     "a set of length 2": (lambda x: (x, set(_texts(x))), False),
+    "a ndarray of length 2": (lambda x: [np.asarray(x)], False),
+    "a Tensor of length 2": (lambda x: (x,), True),
     "a DataFrame of length 2": (lambda x: pandas.DataFrame({"text": _texts(x)}), False),
 }
 

@@ -284,19 +284,22 @@ class _Tail:
         is_sequence = isinstance(items, Sequence) and not isinstance(items, (str, bytes))
         if not (is_sequence or _is_array(items)):
             return items
-        if isinstance(items, _PerRank):
+        if isinstance(items, _Column) and len(items) != self.completed:
             self._check_values(items)
         is_cut = self._is_cut(len(items), f"a list of {len(items)} objects")
         if not is_cut:
             return items
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
 
-    def _check_values(self, values: _PerRank) -> None:
-        """Raise ValueError if any rank's value is an object that may have one item per sample, such as a set."""
+    def _check_values(self, values: _Column) -> None:
+        """Raise ValueError if any rank's value may have one item per sample: rows, or an object such as a set."""
         per_rank = self.completed // self.num_ranks
+        is_of_ranks = isinstance(values, _PerRank)
         for value in values:
+            has_rows = (isinstance(value, torch.Tensor) and value.ndim > 0) or _is_array(value)
             is_text = isinstance(value, (str, bytes))
-            if isinstance(value, Sized) and not is_text and len(value) == per_rank > 1:
+            is_sized = has_rows or (is_of_ranks and isinstance(value, Sized) and not is_text)
+            if is_sized and len(value) == per_rank > 1:
                 raise self._unclear(f"{formatting.kind(value)} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
