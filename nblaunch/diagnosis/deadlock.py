@@ -111,8 +111,9 @@ def advice(start_method: str) -> str:
 
 
 _FORKED = (
-    "A forked worker has none of the kernel's threads. Create the pool, the thread that fills the queue, or "
-    "the library's session inside the function, or launch with start_method='forkserver'."
+    "A forked worker has none of the kernel's threads, so a lock that one of them held stays locked. Create the "
+    "lock, the pool, the thread that fills the queue, or the library's session inside the function, or launch with "
+    "start_method='forkserver'."
 )
 _FRESH = (
     "Every thread of the worker waits for another thread. Look for a lock that the function acquires twice, or a "

@@ -163,6 +163,7 @@ def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str
             in error.value
         )
         assert "line 5 in train: lock.acquire()" in error.value
+        assert "Create the lock" in error.value
         assert "inside the function" in error.value
     else:
         assert "lock" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
