@@ -15,7 +15,9 @@ import ast
 import functools
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -161,6 +163,32 @@ _ERROR, _VALUES = "<error>", "<values>"
 def is_of_rank(frame: FrameType) -> bool:
     """Return whether :func:`make_traceback` made a frame."""
     return _ERROR in frame.f_globals
+
+
+def clear_launcher(error: BaseException) -> None:
+    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
+
+    A rank's frames are not cleared, because they hold their variables only as text. The launcher's frames behind them
+    are cleared.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            _clear_frames(frame.f_back if is_of_rank(frame) else frame)
+        pending += [current.__cause__, current.__context__]
+
+
+def _clear_frames(frame: FrameType | None) -> None:
+    """Clear a frame and its callers, up to the first frame that is still running."""
+    with suppress(RuntimeError):
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back
 
 
 def _one_frame(frame: FrameInfo) -> TracebackType | None:

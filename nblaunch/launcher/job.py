@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nblaunch import formatting, notes
-from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, hides_launcher
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, clear_launcher, hides_launcher
 from nblaunch.events import Controls, Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
@@ -518,7 +518,15 @@ class Job(Generic[T]):
     def _wait_for_success(self, timeout: float | None) -> None:
         __tracebackhide__ = True
         self.wait(timeout)
-        self._outcome.raise_error()
+        outcome = self._outcome
+        # From now on, only the error that is raised here keeps the variables of a function that ran in this process.
+        self.outcome = outcome.without_variables()
+        if self.outcome is not outcome and self.outcome.error is not None:
+            clear_launcher(self.outcome.error)
+        try:
+            outcome.raise_error()
+        finally:
+            del outcome  # the traceback refers to this frame
         self._check_kept()
 
     def _check_kept(self) -> None:

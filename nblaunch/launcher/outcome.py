@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.diagnosis.exceptions import hide_launcher
+from nblaunch.diagnosis.exceptions import hide_launcher, is_of_rank, rebuild
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
@@ -27,6 +27,7 @@ from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult
+from nblaunch.worker.failure import describe_failure
 
 StateDicts = dict[ArgPath, dict[str, Any]]
 """Argument path -> state dict."""
@@ -114,6 +115,18 @@ class JobOutcome:
             return self
         return replace(self, _traceback=from_first_user_frame(self.error.__traceback__))
 
+    def without_variables(self) -> JobOutcome:
+        """Return a copy whose error has the same frames without the variables of the function's frames.
+
+        Only the error of a function that ran in this process has such variables, which may be large tensors. The copy's
+        error is another object, because the original keeps its traceback for debuggers.
+        """
+        tb = self._traceback
+        if self.error is None or tb is None or is_of_rank(tb.tb_frame):
+            return self
+        copied = rebuild(describe_failure(0, self.error))
+        return replace(self, error=copied, _traceback=copied.__traceback__)
+
     def released(self) -> JobOutcome:
         """Return a copy without values, weights or variables."""
         if self.error is not None:
@@ -132,7 +145,7 @@ class JobOutcome:
         try:
             raise error
         finally:
-            del error  # otherwise the traceback, which refers to this frame, would keep itself alive
+            del error, self  # otherwise the traceback, which refers to this frame, would keep itself alive
 
 
 @dataclass(frozen=True)

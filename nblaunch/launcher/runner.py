@@ -13,15 +13,13 @@ The caller sees the runner as a :class:`nblaunch.launcher.job.Job`. On several m
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 
 from nblaunch import formatting
-from nblaunch.diagnosis.exceptions import is_of_rank
+from nblaunch.diagnosis.exceptions import clear_launcher
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
@@ -220,16 +218,18 @@ class JobRunner(Job):
 
     def _finish(self) -> None:
         """Run the job that :meth:`_start` has started until it ends; do nothing if it has already ended."""
-        if not self.is_running:
-            return
+        if self.is_running:
+            self._end(self._run_to_the_end())
+
+    def _run_to_the_end(self) -> JobOutcome:
+        # No variable holds the outcome, because the traceback of an inline function's error refers to this frame.
         try:
-            outcome = self._run_inline() if self._is_inline else self._finish_workers()
+            return self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
             if isinstance(error, LaunchError) and self.past_failures:  # otherwise past failures would be lost
                 text = f"the job could not be restarted: {error}"
-                error = LaunchError("\n".join([text, *self.past_failures]))
-            outcome = JobOutcome.of_error(error)
-        self._end(outcome)
+                return JobOutcome.of_error(LaunchError("\n".join([text, *self.past_failures])))
+            return JobOutcome.of_error(error)
 
     def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
         """Finish the job in its own thread.
@@ -275,7 +275,7 @@ class JobRunner(Job):
             self._saved.close()
             self._saved = None
         if not self._is_inline and self.outcome is not None and self.outcome.error is not None:
-            _clear_variables(self.outcome.error)
+            clear_launcher(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
         if self.debugger is not None and self.kept is None:
@@ -459,29 +459,3 @@ class _KeptWorkers(KeptFailure):
                 supervisor.end_kept()
         finally:
             self._debugger.close()
-
-
-def _clear_variables(error: BaseException) -> None:
-    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
-
-    A rank's frames are not cleared, because they hold their variables only as text. The launcher's frames behind them
-    are cleared.
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            _clear_frames(frame.f_back if is_of_rank(frame) else frame)
-        pending += [current.__cause__, current.__context__]
-
-
-def _clear_frames(frame: FrameType | None) -> None:
-    """Clear a frame and its callers, up to the first frame that is still running."""
-    with suppress(RuntimeError):
-        while frame is not None:
-            frame.clear()
-            frame = frame.f_back

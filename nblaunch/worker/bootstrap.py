@@ -76,6 +76,7 @@ from nblaunch.worker.inheritance import (
     queues,
     shared_pipes,
     studies,
+    tracker_runs,
     unfinished_files,
 )
 from nblaunch.worker.inheritance.files import KernelFiles
@@ -276,14 +277,7 @@ class _Worker:
         plain_loops.watch()
         frameworks.watch(assignment.rank)
         libraries.adapt_groups(assignment.topology)
-        studies.watch(self._warn)
-        if self.files is not None:
-            closed = connections.leave_to_first_rank(self._closed_connections)
-            connections.renew(closed.union(self.files.channels.values()))
-            shared_pipes.watch(frozenset(self.files.channels.values()))
-            self.files.watch(assignment.rank, self.locks, self._warn)
-        else:
-            unfinished_files.reject_writes_to_copies()
+        self._watch_objects_of_kernel()
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(Reporters(self._note, self._show_compiling, self._report_fact))
@@ -291,6 +285,18 @@ class _Worker:
         self.sender.send(Started(rank=assignment.rank, pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
+
+    def _watch_objects_of_kernel(self) -> None:
+        """Repair or report the use of studies, tracker runs, files and connections of the kernel."""
+        studies.watch(self._warn)
+        tracker_runs.watch(self._warn)
+        if self.files is not None:
+            closed = connections.leave_to_first_rank(self._closed_connections)
+            connections.renew(closed.union(self.files.channels.values()))
+            shared_pipes.watch(frozenset(self.files.channels.values()))
+            self.files.watch(self.assignment.rank, self.locks, self._warn)
+        else:
+            unfinished_files.reject_writes_to_copies()
 
     def _watch_imports(self) -> None:
         """Explain slow imports on the first rank; the others import the same."""

@@ -122,6 +122,44 @@ notebook_launcher(train, engine="inline")
     )
 
 
+def test_a_failed_job_keeps_no_variables_of_the_function(shared: Kernel) -> None:
+    """After a caught error, nothing does; after another, IPython has replaced the error that a cell has raised."""
+    shared.run(
+        """
+import gc, weakref
+class Big: pass
+def fail(big, kind):
+    local = Big()
+    kept[:] = [weakref.ref(big), weakref.ref(local)]
+    try:
+        raise KeyError("first")
+    except KeyError as cause:
+        raise kind("a") from cause
+kept = []
+"""
+    )
+    caught = """
+alive = []
+for kind in (ValueError, KeyboardInterrupt, SystemExit):
+    gc.disable()
+    try:
+        notebook_launcher(fail, (Big(), kind), engine="inline")
+    except BaseException:
+        pass
+    alive.append([each() for each in kept])
+    gc.enable()
+alive, nblaunch.last_job().status
+"""
+    assert shared.run(caught).value == ([[None, None]] * 3, "failed")
+    launch = "notebook_launcher(fail, (Big(), ValueError), engine='inline')"
+    assert 'raise kind("a") from cause' in shared.run(launch, raises="ValueError").raised.text
+    again = shared.run("nblaunch.last_job().result()", raises="ValueError")
+    assert 'raise kind("a") from cause' in again.raised.text
+    assert "KeyError: 'first'" in again.raised.text
+    shared.run("1 / 0", raises="ZeroDivisionError")
+    assert shared.run("gc.collect()\n[each() for each in kept]").value == [None, None]
+
+
 def test_cached_device_memory_is_given_back(shared: Kernel) -> None:
     """A backend counts the requests; a worker's memory ends with its process."""
     cell = shared.run(

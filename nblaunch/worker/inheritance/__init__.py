@@ -11,7 +11,10 @@ cell_assignments.py  attributes of modules that cells have changed, for the same
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules, for the same workers
 lost_changes.py   names variables of the notebook that the function fills or assigns; with
-                  watched_values.py  detects results in containers, arrays, tables, tensors and attributes
+                  called_code.py       the functions that a call reaches, and the variables that they name and assign
+                  result_variables.py  finds variables and attributes in which a function may keep results
+                  watched_values.py    detects results in containers, arrays, tables, tensors and attributes
+                  trained_objects.py   detects training of libraries' objects: estimators, pipelines, tokenizers
 new_modules.py    finds modules that the function puts into the notebook's objects, as a library's fit does
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
@@ -25,6 +28,7 @@ pools.py          recreates pools of the standard library and joblib, and restar
 queues.py         waits until others have read the values that the function put into multiprocessing queues
 shared_pipes.py   reports reads of several ranks from one pipe to a process of the kernel
 studies.py        reports writes to copies of optuna studies
+tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb and trackio; reports what Comet's would lose
 kernel_threads.py restarts log listeners, and reports joins of threads that the fork left behind
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
 """

@@ -10,7 +10,6 @@ cells have changed (``cell_assignments.py``), and registrations (``registrations
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import sys
 import warnings
@@ -23,7 +22,7 @@ from typing import Any
 from nblaunch import packages
 from nblaunch.user_code import is_user_function
 from nblaunch.wire.pickling import payload
-from nblaunch.worker.inheritance import cell_assignments, message_settings, registrations
+from nblaunch.worker.inheritance import cell_assignments, message_settings, registrations, tracker_runs
 
 _TINY = sys.float_info.min
 
@@ -358,16 +357,6 @@ def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
     decimal.setcontext(decimal.Context(*numbers, flags=[], traps=[getattr(decimal, name) for name in traps]))
 
 
-def _take_over_run(wandb: Any, run: Any) -> None:
-    """Attach this process to a run of the kernel.
-
-    Both processes reach the run through the service that the kernel started.
-    """
-    set_global = wandb.sdk.lib.module.set_global
-    names = inspect.signature(set_global).parameters  # each release adds some
-    set_global(**{name: getattr(run, name) for name in names if hasattr(run, name)} | {"run": run})
-
-
 # --- the table ------------------------------------------------------------------------------------------------------
 
 _PYTHON = (
@@ -528,7 +517,13 @@ _LIBRARIES = (
     *_attributes("PIL.Image", "MAX_IMAGE_PIXELS", "EXTENSION"),
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
-    LibrarySetting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),
+    LibrarySetting("wandb.run", "wandb", lambda wandb: wandb.run, tracker_runs.take_over_wandb_run),
+    LibrarySetting(
+        "mlflow.active_run",
+        "mlflow.tracking.fluent",
+        tracker_runs.mlflow_runs,
+        tracker_runs.take_over_mlflow_runs,
+    ),
     LibrarySetting("jax.config", "jax", _jax_options, _set_jax_options),
     *_calls("keras", ("config.floatx", "config.set_floatx")),
     *_calls("cv2", ("getNumThreads", "setNumThreads")),

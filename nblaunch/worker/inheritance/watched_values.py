@@ -1,10 +1,11 @@
 """How a worker detects that a function has stored results in a value.
 
-containers      have grown
+containers      have grown, or the containers inside them have
 arrays          had one value in all elements, such as 0 or NaN, and no longer have it
 tables          have more rows or columns, or a column was filled like an array
 tensors         have changed, if they are parameters or belong to an object, as in an average of weights
-attributes      are set to a first float, or to a longer container, array, table or tensor
+attributes      are set to a first float, or to a longer container, array, table or tensor; new ones have the name of
+                a result
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch.user_code import module_of
 
@@ -25,6 +26,10 @@ HasChanged = Callable[[Any], bool]
 
 _MAX_PARTS = 1 << 16
 """Maximum number of elements of a list or dictionary that are examined."""
+_MAX_OUTER = 100
+"""Maximum number of elements of a list whose containers are examined."""
+_MAX_NESTED = 2
+"""Maximum depth of containers inside containers."""
 _MAX_ARRAY = 1 << 24
 """Maximum number of elements of an array that is examined. Examining it takes 20 ms if all elements are equal."""
 _MAX_COLUMNS = 500
@@ -38,8 +43,32 @@ CONTAINERS = (list, dict, set, deque)
 _ITERATED = (list, tuple, dict)
 _NUMBERS = "biufc"
 _BEST = re.compile(r"(^|_)best(_|$)", re.IGNORECASE)
+_RESULT = re.compile(
+    r"(^|_)(acc|auc|avg|bleu|curve|dice|error|f1|fitness|history|iou|log|loss|losses|mae|metric|mse|ppl|pred|record|"
+    r"result|reward|rmse|score|stat|accurac(y|ie)|average|histories|perplexity|prediction|shadow)s?(_|$)|[a-z]_$",
+    re.IGNORECASE,
+)
+"""Names of results. scikit-learn ends the names of what it has learnt with ``_``."""
+_FOR_ITSELF = re.compile(
+    r"_|.*(cache|memo|lock|seen|regist)|(device|rank|model|scaler|pool|logger|batch|inputs?|labels?|targets?)$",
+    re.IGNORECASE,
+)
 _CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
 """Names of attributes that hold a time."""
+
+
+class Variable(NamedTuple):
+    """A variable in which a function may keep results.
+
+    Args:
+        name: its name, as in ``tracker.values``.
+        get: returns its value.
+        has_changed: whether a value differs from the value before the call.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    has_changed: Callable[[Any], bool]
 
 
 class Watcher:
@@ -149,6 +178,28 @@ class Watcher:
         return value if 0 < value.size <= _MAX_ARRAY and value.dtype.kind in _NUMBERS else None
 
 
+def is_for_itself(name: str) -> bool:
+    """Return whether a function keeps the variable of this name for itself, so the kernel does not need its value."""
+    return _FOR_ITSELF.match(name) is not None
+
+
+def is_new_result(attribute: str, value: Any, *, is_of_function: bool = False) -> bool:
+    """Return whether an attribute that did not exist before the call holds a result.
+
+    An object often creates attributes for its own use, such as the indices of an epoch, so the name must be a result's.
+    A function has attributes only if the user keeps something there.
+
+    Args:
+        attribute: name of the attribute.
+        value: its value.
+        is_of_function: whether it is an attribute of a function.
+    """
+    if not (is_of_function or _BEST.search(attribute) or _RESULT.search(attribute)):
+        return False
+    is_part_of_graph = getattr(next(iter(_parts(value)), value), "grad_fn", None) is not None
+    return not is_part_of_graph and is_kept(attribute, None, value)
+
+
 def is_unset(value: Any) -> bool:
     """Return whether a value is None, or a number that a sum or a search for the best value starts from."""
     if type(value) not in (bool, int, float):
@@ -206,11 +257,21 @@ def _watched_container(value: Any) -> HasChanged:
     return lambda value: _num_kept(value) > size or (was_empty and not _is_empty(value))
 
 
-def _num_kept(value: Any) -> int:
-    """Return the number of elements. A dictionary may hold options, so only its containers count."""
+def _num_kept(value: Any, depth: int = _MAX_NESTED) -> int:
+    """Return the number of elements, also in containers inside. A dictionary may hold options, so only its
+    containers count.
+    """
     if isinstance(value, dict) and len(value) <= _MAX_PARTS:
-        return sum(len(part) for part in value.values() if isinstance(part, CONTAINERS))
-    return len(value)
+        containers = [part for part in value.values() if isinstance(part, CONTAINERS)]
+        return sum(map(len, containers)) + _num_nested(containers, depth)
+    return len(value) + (_num_nested(value, depth) if type(value) is list else 0)
+
+
+def _num_nested(parts: list[Any], depth: int) -> int:
+    """Return the number of elements of containers inside ``parts``; 0 if the list is so long that it holds data."""
+    if not depth or len(parts) > _MAX_OUTER:
+        return 0
+    return sum(_num_kept(part, depth - 1) for part in parts if isinstance(part, CONTAINERS))
 
 
 def _is_empty(value: Any) -> bool:

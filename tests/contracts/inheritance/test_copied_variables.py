@@ -293,6 +293,98 @@ def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_me
     )
 
 
+RECORDS = """
+history, best, plan = [], 0.0, {"lr": 0.1}
+_handled = []
+
+class Scores:
+    best, values = 0.0, []
+
+    def add(self, value):
+        self.values.append(value); type(self).best = value; self.losses = [value]
+
+scores = Scores()
+
+def add(value):
+    global best
+    history.append(value); scores.add(value); plan["lr"] = value; _handled.append(value)
+    best = value
+"""
+
+PLACES = """
+import functools, numpy, records, sklearn.linear_model, sklearn.pipeline, sklearn.preprocessing, torch
+from records import Scores
+from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+
+class Meter:
+    def __init__(self): self.total = 0.0
+    def add(self, value): self.total += value; self.history = [value]
+
+class Once:
+    @functools.cached_property
+    def history(self): return [1]
+    def set_up(self): self.files, self.lr, self.steps = ["a"], 0.1, 3; return self.history
+
+def memo(function):
+    values = {}
+    def call(value): return values.setdefault(value, function(value))
+    return call
+
+@memo
+def square(value): return value * value
+
+def log(value):
+    log.values = [value]; log.counts.append(value); log.cache = {1: 2}
+
+rows, features = numpy.arange(8.0).reshape(4, 2), numpy.array([0, 1, 0, 1])
+log.counts, folds, nested, meters = [], [[], []], {"train": {"loss": []}}, {"loss": Meter()}
+scaler, fitted = sklearn.preprocessing.StandardScaler(), sklearn.linear_model.SGDClassifier().fit(rows, features)
+pipe = sklearn.pipeline.make_pipeline(sklearn.preprocessing.MinMaxScaler(), sklearn.linear_model.Ridge())
+online = sklearn.linear_model.SGDClassifier().partial_fit(rows, features, classes=[0, 1])
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+model, once = torch.nn.Linear(1, 1), Once()
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+def function(model):
+    records.add(0.5); records.latest_loss = 0.5; log(1); square(2); once.set_up(); Scores.lr = 0.1
+    folds[1].append(1); nested["train"]["loss"].append(1); meters["loss"].add(0.5)
+    scaler.fit(rows); pipe.fit(rows, features); fitted.predict(rows); fitted.score(rows, features)
+    online.partial_fit(rows, features); tokenizer.add_tokens(["b"])
+    model(torch.ones(1, 1)).sum().backward(); optimizer.step()
+"""
+
+
+def test_results_kept_in_functions_modules_and_libraries_objects_are_named(tmp_path: Path) -> None:
+    (tmp_path / "records.py").write_text(RECORDS)
+    with Kernel.start(cwd=tmp_path) as kernel:
+        kernel.run(f"import nblaunch\n{PLACES}")
+        shown = kernel.run("nblaunch.notebook_launcher(function, (model,), num_processes=2)").shown
+    (note,) = {line for line in shown.splitlines() if "the notebook's variables keep their values" in line}
+    assert set(names_in(note)) == {
+        "records.history",
+        "records.best",
+        "Scores.values",
+        "Scores.best",
+        "records.scores.best",
+        "records.scores.losses",
+        "records.latest_loss",
+        "log.values",
+        "log.counts",
+        "folds",
+        "nested",
+        "meters['loss'].total",
+        "meters['loss'].history",
+        "scaler (StandardScaler)",
+        "pipe (Pipeline)",
+        "online (SGDClassifier)",
+        "tokenizer (TokenizersBackend)",
+    }
+    (note,) = {line for line in shown.splitlines() if "keep their old states" in line}
+    assert "optimizer (SGD)" in note
+    assert "pass it in args" in note
+
+
 @contract("variables of the notebook")
 def test_modules_that_replace_others_are_named(shared: Kernel, start_method: str) -> None:
     shared.run(

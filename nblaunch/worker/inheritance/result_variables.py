@@ -1,0 +1,222 @@
+"""Finds the variables in which a function may keep results: values, attributes of objects, of classes and of functions.
+
+A variable is found through its name in the function's code, and through the objects that lead to it: attributes of
+objects of the user's classes, items of lists and dictionaries. The names of a library's attributes say nothing about
+their purpose, so only its tensors and the objects that ``trained_objects.py`` knows are watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from enum import Enum
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from nblaunch.user_code import module_of
+from nblaunch.worker.inheritance import trained_objects, watched_values
+from nblaunch.worker.inheritance.called_code import is_users
+from nblaunch.worker.inheritance.plain_values import has_own_class
+from nblaunch.worker.inheritance.watched_values import Variable, Watcher, is_for_itself
+
+_MAX_DEPTH = 2
+"""Maximum number of attributes and items in a name, such as the two in ``trainer.average.weights``."""
+_MAX_ITEMS = 100
+"""A container with more items counts as data, and the objects in it are not examined."""
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+
+
+class Finder:
+    """Finds the variables that may keep results, and yields each once.
+
+    Args:
+        is_forked: whether this worker may share memory with the kernel.
+        collected: modules whose weights the kernel gets.
+
+    Attributes:
+        modules: variables that hold modules whose weights the kernel does not get.
+        optimizers: name -> optimizer, for each that was found.
+    """
+
+    def __init__(self, is_forked: bool, collected: Iterable[Any]) -> None:
+        self.modules: list[Variable] = []
+        self.optimizers: dict[str, Any] = {}
+        self._watcher = Watcher(is_forked)
+        self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}
+        self._seen: set[int] = set()
+        self._owners: list[tuple[str, Any, set[str]]] = []
+        self._torch: Any = sys.modules.get("torch")
+
+    def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[Variable]:
+        """Yield a variable if a function may fill it; otherwise, its attributes that a function may fill."""
+        with suppress(Exception):  # for example, a proxy whose object is missing, or a property that raises
+            yield from self._variables(name, value, depth)
+
+    def of_modules(self, modules: Iterable[tuple[str, ModuleType, set[str]]]) -> Iterator[Variable]:
+        """Yield the variables that code assigns in the user's modules, as in ``records.best = 0.5``.
+
+        Args:
+            modules: name, module and the attributes that the code assigns.
+        """
+        for name, module, assigned in modules:
+            self._owners.append((name, module, set(vars(module))))
+            for attribute in sorted(assigned & vars(module).keys()):
+                if not is_for_itself(attribute):
+                    yield _attribute(f"{name}.{attribute}", module, attribute, vars(module)[attribute])
+
+    def new_attributes(self, kept: set[int]) -> Iterator[str]:
+        """Yield the names of attributes with results that objects did not have before the function was called.
+
+        Args:
+            kept: ids of the objects that the kernel gets.
+        """
+        for name, owner, before in self._owners:
+            is_function = isinstance(owner, FunctionType)
+            for attribute, value in list(vars(owner).items()):
+                if attribute in before or is_for_itself(attribute) or id(value) in kept:
+                    continue
+                with suppress(Exception):  # raised by the user's classes
+                    # What a class defines under this name is a functools.cached_property or the like.
+                    if not hasattr(type(owner), attribute) and watched_values.is_new_result(
+                        attribute, value, is_of_function=is_function
+                    ):
+                        yield f"{name}.{attribute}"
+
+    def _variables(self, name: str, value: Any, depth: int) -> Iterator[Variable]:
+        if not has_own_class(value) or id(value) in self._seen or id(value) in self._collected:
+            return
+        if self._torch is not None and isinstance(value, self._torch.nn.Module):
+            yield from self._of_module(name, value)
+        if self._torch is not None and isinstance(value, self._torch.optim.Optimizer):
+            self._seen.add(id(value))
+            self.optimizers[name] = value
+            return
+        has_learnt = trained_objects.watch(value)
+        if has_learnt is not None:
+            self._seen.add(id(value))
+            yield Variable(f"{name} ({type(value).__name__})", lambda: value, has_learnt)
+        if is_for_itself(name.rpartition(".")[2]):
+            return
+        self._seen.add(id(value))
+        has_changed = self._watcher.watch(value, is_attribute=depth > 0)
+        if has_changed is not None:
+            yield Variable(name, lambda: value, has_changed)
+        if depth < _MAX_DEPTH:
+            yield from self._of_items(name, value, depth)
+        if has_changed is None and depth < _MAX_DEPTH:
+            self._remember(name, value)
+            for attribute, part in list(self._attributes(value).items()):
+                yield from self._of_attribute(name, value, attribute, part, depth)
+
+    def _of_items(self, name: str, value: Any, depth: int) -> Iterator[Variable]:
+        """Yield the variables in objects of the user's classes that a list, tuple or dictionary holds."""
+        if type(value) not in (list, tuple, dict) or len(value) > _MAX_ITEMS:
+            return
+        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if has_own_class(part) and _has_own_attributes(part):
+                yield from self.variables(f"{name}[{key!r}]", part, depth + 1)
+
+    def _remember(self, name: str, value: Any) -> None:
+        """Remember which attributes an object, class or function of the user's has."""
+        if _has_own_attributes(value) and not isinstance(value, (MethodType, Enum)):
+            held = getattr(value, "__dict__", None)
+            if held is not None and not (
+                self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
+            ):
+                self._owners.append((name, value, set(held)))
+
+    def _of_attribute(
+        self, name: str, value: Any, attribute: str, part: Any, depth: int
+    ) -> Iterator[Variable]:
+        where = f"{name}.{attribute}"
+        # The names of a library's attributes say nothing about their purpose.
+        if not _has_own_attributes(value):
+            yield from self._tensors(where, part)
+            return
+        # A dataset may load its data or cache samples.
+        is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
+        if not (is_dataset and type(part) is dict):
+            yield from self.variables(where, part, depth + 1)
+        if not is_dataset and not is_for_itself(attribute):
+            yield _attribute(where, value, attribute, part)
+
+    def _of_module(self, name: str, module: Any) -> Iterator[Variable]:
+        """Watch a module's tensors if the kernel does not get them; yield other attributes that may keep results."""
+        self._seen.add(id(module))
+        if _has_own_attributes(module):
+            self._remember(name, module)
+            for attribute, part in list(vars(module).items()):
+                # A module may keep other objects for its own use, such as the tensors of its last call.
+                if isinstance(part, watched_values.CONTAINERS):
+                    yield from self.variables(f"{name}.{attribute}", part, depth=1)
+                elif not is_for_itself(attribute):
+                    yield _attribute(f"{name}.{attribute}", module, attribute, part, kind=float)
+        if hasattr(module, "_update_count"):  # a metric of torchmetrics
+            num_updates = module._update_count
+            yield Variable(name, lambda: module, lambda _: module._update_count > num_updates)
+        elif self._collected and not name.startswith("_"):
+            has_changed = self._watcher.watch_module(module, self._collected)
+            if has_changed is not None:
+                text = f"{name} ({type(module).__name__})"
+                self.modules.append(Variable(text, lambda: module, lambda _: has_changed()))
+
+    def _attributes(self, value: Any) -> dict[str, Any]:
+        """Return the attributes of an object, of a function or of the user's class; none for other definitions."""
+        if isinstance(value, FunctionType):
+            return dict(vars(value)) if _has_own_attributes(value) else {}
+        left_out: tuple[type, ...] = (ModuleType, MethodType, Enum)
+        if self._torch is not None:
+            left_out += (self._torch.nn.Module, self._torch.optim.Optimizer)
+        kind = value if isinstance(value, type) else type(value)
+        if isinstance(value, left_out) or issubclass(kind, left_out):
+            return {}
+        attributes: dict[str, Any] = {}
+        for each in reversed(kind.__mro__):
+            if is_users(module_of(each)):
+                attributes |= _attributes_of_class(each, value)
+        held = None if value is kind else getattr(value, "__dict__", None)
+        return attributes | held if isinstance(held, dict) else attributes
+
+    def _tensors(self, name: str, value: Any) -> Iterator[Variable]:
+        with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
+            is_own = is_for_itself(name.rpartition(".")[2])
+            has_changed = None if is_own else self._watcher.watch_tensors(value)
+            if has_changed is not None:
+                yield Variable(name, lambda: value, has_changed)
+
+
+def _tensors_of(module: Any) -> Iterator[Any]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _has_own_attributes(value: Any) -> bool:
+    """Return whether the user has named the attributes of a value."""
+    if isinstance(value, FunctionType):
+        return is_users(value.__module__)
+    kind = value if isinstance(value, type) else type(value)
+    return kind in _NAMESPACES or is_users(module_of(kind))
+
+
+def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
+    """Return the variables of a class, and those attributes of one of its objects that are stored in slots."""
+    attributes = {}
+    for name, part in list(vars(kind).items()):
+        if isinstance(part, MemberDescriptorType):
+            if value is not kind and not isinstance(value, type) and hasattr(value, name):
+                attributes[name] = getattr(value, name)
+        elif not name.startswith("__") and not hasattr(part, "__get__"):
+            attributes[name] = part
+    return attributes
+
+
+def _attribute(where: str, owner: Any, attribute: str, before: Any, kind: type = object) -> Variable:
+    """Watch an attribute for another value, which must be of a kind."""
+
+    def has_changed(value: Any) -> bool:
+        is_new = value is not before and isinstance(value, kind)
+        return is_new and watched_values.is_kept(attribute, before, value)
+
+    return Variable(where, lambda: getattr(owner, attribute, None), has_changed)

@@ -1,0 +1,140 @@
+"""Runs of experiment trackers that a cell has started, and what the function logs to them.
+
+wandb      reaches its run from any process, through the service that the kernel started
+MLflow     forgets the active run in a fork; a worker adopts the kernel's, until the function starts another
+trackio    sends what a worker logs in a thread, for which the worker must wait before it exits
+Comet      sends from a thread of the kernel, so what a worker logs is lost, and a note says so
+
+TensorBoard's writers are renewed in ``worker/libraries.py``. ClearML and Neptune notice a fork, and SwanLab raises an
+error. Nothing here imports a tracker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from nblaunch import packages
+
+_FLUSH_TIMEOUT_S = 30.0
+_LOST = (
+    "the Comet experiment that a cell has started never gets what the function logs, because the thread that sends "
+    "it runs only in the kernel. Return the values and log them in the kernel, or start the experiment inside the "
+    "function on rank 0"
+)
+
+
+def watch(warn: Callable[[str], None]) -> None:
+    """Connect this worker to the runs of the kernel that forked it.
+
+    Args:
+        warn: receives a sentence for the user.
+    """
+    changes: dict[str, Callable[[Any], None]] = {
+        "mlflow.tracking.fluent": lambda fluent: take_over_mlflow_runs(fluent, mlflow_runs(fluent)),
+        "trackio.run": lambda module: packages.call_before(module.Run, "log", _flush_at_exit),
+        "comet_ml.experiment": partial(_report_comet, warn),
+    }
+    for name, change in changes.items():
+        if name in sys.modules:  # otherwise, the kernel has no runs
+            packages.observe_when_imported(name, change)
+
+
+# --- wandb -----------------------------------------------------------------------------------------------------------
+
+
+def take_over_wandb_run(wandb: Any, run: Any) -> None:
+    """Attach this process to a run of the kernel."""
+    set_global = wandb.sdk.lib.module.set_global
+    names = inspect.signature(set_global).parameters  # each release adds some
+    set_global(**{name: getattr(run, name) for name in names if hasattr(run, name)} | {"run": run})
+
+
+# --- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+def mlflow_runs(fluent: Any) -> list[Any]:
+    """Return the active runs of this thread, the innermost last. In a fork, the thread that forked it counts.
+
+    Args:
+        fluent: the module ``mlflow.tracking.fluent``.
+    """
+    stack = fluent._active_run_stack
+    if isinstance(stack, list):  # before MLflow 2.13
+        return list(stack)
+    return list(stack.get_all_thread_values().get(threading.get_ident(), ()))
+
+
+def take_over_mlflow_runs(fluent: Any, runs: Sequence[Any]) -> None:
+    """Make the kernel's active runs active in this process, which does not end them.
+
+    As in a process without an active run, the function may start another.
+    """
+    start, end = fluent.start_run, fluent.end_run
+    _set_mlflow_runs(fluent, runs)
+
+    @packages.replacement_of(start)
+    def start_run(*args: Any, **kwargs: Any) -> Any:
+        present = mlflow_runs(fluent)
+        if not kwargs.get("nested") and present and _is_among(present[-1], runs):
+            _set_mlflow_runs(fluent, ())
+        return start(*args, **kwargs)
+
+    def end_own_runs() -> None:
+        while (present := mlflow_runs(fluent)) and not _is_among(present[-1], runs):
+            end()
+
+    for module in (fluent, sys.modules.get("mlflow")):
+        if getattr(module, "start_run", None) is start:
+            module.start_run = start_run  # type: ignore[union-attr]
+    atexit.unregister(fluent._safe_end_run)
+    atexit.register(end_own_runs)
+
+
+def _set_mlflow_runs(fluent: Any, runs: Sequence[Any]) -> None:
+    stack = fluent._active_run_stack
+    if isinstance(stack, list):
+        stack[:] = runs
+    else:
+        stack.set(list(runs))
+
+
+def _is_among(run: Any, runs: Sequence[Any]) -> bool:
+    return any(run is each for each in runs)
+
+
+# --- trackio and Comet -----------------------------------------------------------------------------------------------
+
+
+def _flush_at_exit(run: Any) -> None:
+    """Wait at exit until the thread that the run has started here has sent everything."""
+    if not packages.is_own(run):
+        packages.mark_as_own(run)
+        atexit.register(_flush, run)
+
+
+def _flush(run: Any) -> None:
+    run._stop_flag.set()
+    thread = run._local_sender_thread if run._is_local else run._client_thread
+    if thread is not None:
+        thread.join(_FLUSH_TIMEOUT_S)
+
+
+def _report_comet(warn: Callable[[str], None], module: Any) -> None:
+    """Report the first message of this worker to an experiment of the kernel."""
+    cls = module.CometExperiment
+    has_warned = False
+
+    def report(experiment: Any) -> None:
+        nonlocal has_warned
+        if not has_warned and not packages.is_own(experiment):
+            has_warned = True
+            warn(_LOST)
+
+    packages.call_before(cls, "__init__", packages.mark_as_own)
+    packages.call_before(cls, "_enqueue_message", report)
