@@ -137,7 +137,7 @@ def test_ranks_that_train_on_the_same_samples_are_reported(shared: Kernel, name:
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert "NBLAUNCH_CHECKS=-same_samples silences" in warnings
     assert "each rank trains on the same " in warnings
-    assert ", in the same order (ranks 0-1, " in warnings
+    assert ", in the same order (ranks 0 and 1, " in warnings
     assert ADVICE.get(name, "Pass sampler=DistributedSampler(dataset) to the DataLoader") in warnings
     assert "stopped showing" not in shown
 
@@ -150,7 +150,7 @@ def test_ranks_that_shuffle_the_same_samples_differently_get_a_hint(shared: Kern
     )
     assert "1 hint about the training loop (samples_in_other_orders)" in cell.shown
     (hint,) = shared.run("nblaunch.last_job().hints()").value
-    assert "ranks train on the same samples, each in its own order (ranks 0-1, " in hint
+    assert "ranks train on the same samples, each in its own order (ranks 0 and 1, " in hint
 
 
 RIGHT = {
