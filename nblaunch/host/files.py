@@ -171,9 +171,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         write(aside)
         sync_file(aside)
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             aside.unlink()
+        if isinstance(error, OSError) and error.filename == str(aside) and error.filename2 is None:
+            error.filename = str(path)  # the user chose this path, and doesn't know the other
         raise
     sync_folder(path.parent)
 

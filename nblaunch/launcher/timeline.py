@@ -33,6 +33,7 @@ from typing import Any, TextIO
 
 from nblaunch import formatting
 from nblaunch.events import Event
+from nblaunch.host.files import replace_file
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.slow_watch import SlowWatch
@@ -102,14 +103,15 @@ def write_timeline(
     first = next(slices, None)
     if first is None:
         return 0
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    folder = None if profiles is None else Path(profiles).expanduser()
+    num_slices = 0
+
+    def write(unfinished: Path) -> None:
+        nonlocal num_slices
         with _open(unfinished, is_compressed=path.suffix == ".gz") as file:
-            folder = None if profiles is None else Path(profiles).expanduser()
             num_slices = _write(file, first, slices, title, folder)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+
+    replace_file(path, write)
     return num_slices
 
 

@@ -254,6 +254,14 @@ def test_a_job_that_trained_nothing_says_so() -> None:
     assert not (job.log_dir / "timeline.json.gz").exists()
 
 
+@pytest.mark.timeout(60)
+def test_errors_name_the_path_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "timeline.json"
+    with pytest.raises(FileNotFoundError) as raised:
+        write_timeline(_long_job(100), path, "train")
+    assert raised.value.filename == str(path)
+
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
