@@ -257,8 +257,9 @@ def test_a_job_that_trained_nothing_says_so() -> None:
 @pytest.mark.timeout(60)
 def test_errors_name_the_path_that_was_given(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "timeline.json"
+    spans = list(_long_job(500))
     with pytest.raises(FileNotFoundError) as raised:
-        write_timeline(_long_job(500), path, "train")
+        write_timeline(spans, path, "train")
     assert raised.value.filename == str(path)
 
 
