@@ -92,7 +92,7 @@ class ProcessContext:
     is_current: bool = field(default=False, init=False, compare=False, repr=False)
 
     def observe(self, check: str, problem: str, advice: str, frame: FrameType | None, **more: Any) -> None:
-        """Send an observation of a check, with the user's line that ``frame`` runs.
+        """Send the observation of a check, with the line of the user's code that ``frame`` is running.
 
         Args:
             check: name of the check.

@@ -23,9 +23,11 @@ Change = Callable[[ModuleType], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 UNCOUNTED = " (importlib._bootstrap)"
-"""End of the file name of each replacement's code, because ``warnings.warn(..., stacklevel=2)`` does not count frames
-whose file name contains ``importlib`` and ``_bootstrap``. A library's warning therefore names the line that calls the
-library, as without the replacement.
+"""Suffix of the file name of each replacement's code.
+
+``warnings.warn(..., stacklevel=2)`` does not count frames whose file name contains ``importlib`` and
+``_bootstrap``. A library's warning therefore names the line that calls the library, as it would without the
+replacement.
 """
 
 _OWNER = "_nblaunch_process"
@@ -137,11 +139,11 @@ def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Funct
 
 
 _uncounted: dict[int, tuple[CodeType, CodeType]] = {}
-"""Id of the code of a replacement -> this code, and the same code under the other name."""
+"""Id of a replacement's code object -> this object, and its copy with the changed file name."""
 
 
 def _leave_uncounted(replacement: Any) -> None:
-    """Let warnings count their stack levels without the frames of a function."""
+    """Make warnings skip the frames of a replacement when they count stack levels."""
     code = getattr(replacement, "__code__", None)
     if code is not None:
         replacement.__code__ = _uncounted_code(code, replacement.__globals__)
@@ -156,9 +158,10 @@ def _uncounted_code(code: CodeType, variables: dict[str, Any]) -> CodeType:
 
 
 def defines_replacements(function: _Function) -> _Function:
-    """Decorate a function that every worker calls to define replacements: prepare their code now, before the fork.
+    """Prepare the code of the replacements that the decorated function defines.
 
-    The preparation changes reference counts on many pages of memory, which each worker would otherwise copy.
+    Every worker calls the function. The code is prepared before the fork, because that changes reference
+    counts on many pages, which each worker would otherwise have to copy.
     """
     for constant in function.__code__.co_consts:
         if isinstance(constant, CodeType):

@@ -179,7 +179,7 @@ class Use:
         not_detached: why a detached job can't have the setting, or what to do instead; empty = it can.
         engines: the only engines that take the setting; empty = all.
         fits_engines: whether engines that start ranks on several machines can honour the setting. They can't honour
-            settings of launches that join a rendezvous or run on one machine.
+            settings for launches that join a rendezvous or run on one machine.
     """
 
     converter: Converter | None = None

@@ -43,7 +43,7 @@ _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
 _numbers = itertools.count()
-"""Numbers of this process's connections to the shared store, each for one group."""
+"""Numbers the connections of this process to the shared store; each connection serves one group."""
 
 _is_timeout_extended = False
 
@@ -101,7 +101,7 @@ def _raise_time_limits() -> None:
 
 
 def adapt_joining(topology: Topology) -> None:
-    """Change how torch forms groups in this worker, which has the launcher's store."""
+    """Adapt how torch forms groups in this worker, which connects to the launcher's store."""
     _wait_for_members_alone()
     _keep_groups_apart()
     _wait_interruptibly(topology)
@@ -144,8 +144,8 @@ def _replace_barrier(c10d: Any) -> None:
 def _keep_groups_apart() -> None:
     """Let a program destroy the default group and create it again.
 
-    The launcher's store outlives the group. Without a name of its own, the second group would take the first one's keys
-    for the addresses of its ranks, and wait forever, as under torchrun.
+    The launcher's store outlives the group. If both groups used the same keys, the second group would mistake
+    the first group's addresses for its own and wait forever, as happens under torchrun.
     """
     packages.when_imported("torch.distributed.rendezvous", _name_stores)
 
@@ -170,8 +170,9 @@ def _name_stores(rendezvous: Any) -> None:
 def _wait_interruptibly(topology: Topology) -> None:
     """Let an interrupt reach a rank that waits for other ranks to join the job's default group.
 
-    torch waits in native code, in which Python can't raise the interrupt. If another rank ends instead of joining, the
-    launcher could only kill the waiting rank after the grace period, and its ``finally`` blocks would not run.
+    torch waits in native code, where Python can't raise the interrupt. If another rank ended instead of
+    joining, the launcher could only kill the waiting rank after the grace period, and its ``finally`` blocks
+    would not run.
     """
     change = functools.partial(_wait_before_joining, master_port=topology.master_port)
     packages.when_imported("torch.distributed.distributed_c10d", change)
@@ -196,7 +197,7 @@ def _wait_before_joining(c10d: Any, *, master_port: int) -> None:
 
 
 def _port_of(store: Any) -> int | None:
-    """Return the port of a store, by which the job's store is recognised; None for other kinds of stores."""
+    """Return a TCP store's port, which identifies the job's store; None for other kinds of stores."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
@@ -205,7 +206,7 @@ def _port_of(store: Any) -> int | None:
 
 
 def _wait_for_all(store: Any, size: int, timeout: timedelta) -> None:
-    """Wait until all ranks have called this function; at the time limit, leave the error to torch."""
+    """Wait until all ranks have called this function; after ``timeout``, let torch raise the error."""
     end_s = time.monotonic() + timeout.total_seconds()
     num_here = store.add(_NUM_JOINING, 1)
     while num_here < size and time.monotonic() < end_s:

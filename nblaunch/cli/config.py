@@ -111,7 +111,13 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
 
 
 def _write_detected(path: Path, mixed_precision: str | None, given: str) -> int:
-    """Write the defaults for this machine, and the precision unless it is None; ``given``: as the user wrote it."""
+    """Write the defaults for this machine.
+
+    Args:
+        path: file to write.
+        mixed_precision: the precision to use instead of the default; None = the default.
+        given: how the user wrote the precision.
+    """
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
         values["mixed_precision"] = convert("mixed_precision", mixed_precision, given)

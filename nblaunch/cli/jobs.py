@@ -126,7 +126,9 @@ class _RankOutput(Dashboard):
 
 
 def _follow(folder: JobFolder, dashboards: list[Dashboard]) -> JobFollower:
-    """Show a job until it ends or the user interrupts this command; its outcome is None if it still runs.
+    """Show a job until it ends or the user interrupts this command.
+
+    The outcome of the returned follower is None if the job is still running.
 
     Raises:
         UsageError: the job can't be followed from here.

@@ -266,7 +266,7 @@ def convert(name: str, value: Any, given: str = "") -> Any:
     Args:
         name: name of the setting.
         value: value of any type.
-        given: how the user wrote both, such as ``--debug 2``; empty: as in a file.
+        given: how the user wrote the name and value, such as ``--debug 2``; empty if they come from a file.
 
     Raises:
         ConfigError: the value is invalid, or the setting is unknown.
@@ -300,7 +300,11 @@ def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def instead_of(name: str) -> str:
-    """Return what to write instead of ``name``, which is not a setting, as the end of a message; empty if unknown."""
+    """Return the end of a message, which says what to write instead of ``name``; empty if unknown.
+
+    Args:
+        name: a name that is not a setting.
+    """
     if name in SHORTHANDS:
         setting, value, _ = SHORTHANDS[name]
         return f"; use {setting}={value!r}"

@@ -1,4 +1,4 @@
-"""The columns of the table between state and detail. A new column needs a row in :data:`COLUMNS`."""
+"""The columns of the table between the state and the detail. A new column needs a row in :data:`COLUMNS`."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def _device(rank: RankView) -> str:
 
 
 class WholeJob(NamedTuple):
-    """The whole job: its view, the rank that is furthest behind, and the seconds until the job ends."""
+    """What columns show of the whole job: its view, the rank furthest behind, the seconds until it ends."""
 
     view: JobView
     last: RankView
     left_s: float | None
 
     def known(self, name: str) -> list[float]:
-        """Return the values of an attribute of the ranks, without unknown ones."""
+        """Return an attribute of each rank whose value is known."""
         return [value for rank in self.view.ranks if (value := getattr(rank, name)) is not None]
 
 
@@ -82,13 +82,13 @@ def _mean_loss(job: WholeJob) -> str:
 
 
 class Column(NamedTuple):
-    """A column between state and detail.
+    """A column between the state and the detail.
 
     Args:
-        kind: ``"training"``, ``"memory"`` or ``"device"``, which decides whether the table has the column.
-        usual_width: number of characters of its usual text, so that columns do not move as numbers grow.
-        of_rank: returns the text of a rank.
-        of_job: returns the text of the whole job.
+        kind: ``"training"``, ``"memory"`` or ``"device"``; decides when the table shows the column.
+        usual_width: number of characters to reserve, so that columns do not move as numbers grow.
+        of_rank: returns the text for a rank.
+        of_job: returns the text for the whole job.
     """
 
     kind: str

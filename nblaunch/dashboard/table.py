@@ -439,7 +439,7 @@ def _setting(view: JobView) -> str:
 
 
 def _notes(notes: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the text of each note once, after the ranks that sent it; the rank of the launcher's notes is negative."""
+    """Return each text once, after the ranks that sent it; the launcher's notes have a negative rank."""
     senders: dict[str, set[int]] = {}
     for rank, text in notes:
         senders.setdefault(text, set()).add(rank)

@@ -102,7 +102,7 @@ class LiveTable:
         self.draw_text(lambda width: render_text(view, paint=paint, width=width, is_live=True))
 
     def draw_text(self, render: Callable[[int], str]) -> None:
-        """Show the text that ``render`` returns for the width of the terminal, cut to the height of the terminal."""
+        """Show the text that ``render`` returns for the terminal's width, cut to the terminal's height."""
         from rich.text import Text  # rich takes 100 ms and is only for terminals
 
         self._render = render

@@ -1,7 +1,7 @@
-"""Ranks that wait in a backward pass for gradients of ranks that do something else in that step.
+"""Explains why ranks wait in a backward pass: other ranks did something else in the same step.
 
-``DistributedDataParallel`` exchanges gradients from C++, where nothing is recorded. The recorded forward and backward
-passes, and the collectives between them, show how the step of a rank differs from the step of the others.
+``DistributedDataParallel`` exchanges gradients in C++, where nblaunch records nothing. The recorded forward
+and backward passes, and the collectives between them, show how one rank's step differs from the others'.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Calls = Mapping[int, RankCalls]
 
 
 def explain_backward(calls: _Calls, waiting: Collection[int]) -> Explanation | None:
-    """Return how ranks differ in a step in which some wait in the backward pass; None if that is not known.
+    """Explain how the steps of ranks differ if some wait in a backward pass; return None if unknown.
 
     Args:
         calls: rank -> its last calls.
@@ -37,7 +37,7 @@ def _by_number(calls: RankCalls, kind: str) -> dict[int, Call]:
 
 
 def _other_forwards(forwards: Mapping[int, Mapping[int, Call]]) -> Explanation | None:
-    """Explain the first forward pass of another model, or whose gradients only some ranks exchange."""
+    """Explain the first forward pass of different models, or after which only some exchange gradients."""
     for number in sorted(set.intersection(*map(set, forwards.values()))):
         in_step = {rank: numbers[number] for rank, numbers in forwards.items()}
         models = {rank: f"called {call.site.detail}" for rank, call in in_step.items() if call.site.detail}
@@ -50,7 +50,7 @@ def _other_forwards(forwards: Mapping[int, Mapping[int, Call]]) -> Explanation |
 
 
 def _fewer_forwards(calls: _Calls, forwards: Mapping[int, Mapping[int, Call]]) -> Explanation | None:
-    """Explain that some ranks have called the wrapped model itself, so that no gradients are exchanged."""
+    """Explain that some ranks exchange no gradients, because they called the module inside the wrapper."""
     passes = {max(_by_number(rank_calls, BACKWARD), default=0) for rank_calls in calls.values()}
     counts = {rank: max(numbers, default=0) for rank, numbers in forwards.items()}
     if len(passes) != 1 or len(set(counts.values())) != 2:
@@ -80,9 +80,9 @@ def _explain_forward(
 
 
 def _more_collectives(calls: _Calls) -> Explanation | None:
-    """Explain a collective that only some ranks called before the backward pass in which all of them wait.
+    """Explain a collective that only some ranks called, although all ranks now wait in the backward pass.
 
-    The backend has then mistaken it for the exchange of gradients.
+    The backend has mistaken the extra collective for the exchange of gradients.
     """
     last: dict[int, dict[int, Call]] = {}
     for rank, rank_calls in calls.items():

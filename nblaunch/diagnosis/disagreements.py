@@ -240,10 +240,11 @@ def explain(
 
 
 def _other_lines(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> list[str]:
-    """Return in which earlier call ranks were on different lines, as a line of text; empty if they were not.
+    """Return a line of text about an earlier call that ranks made from different lines; empty if none.
 
-    A call that only some ranks make may go together with the next call of the others, if it is of the same kind and
-    size. The first difference is then found too late. Ranks that often use different lines do so on purpose.
+    A backend may pair a call that only some ranks make with the others' next call, if both have the same kind
+    and size. The first difference that nblaunch finds then comes too late. Ranks that often use different
+    lines do so on purpose.
     """
     by_rank = {
         rank: numbers

@@ -382,7 +382,7 @@ def _explain_failure(
     Args:
         report: facts of the attempt.
         root: its root cause, judged only by signals and exceptions.
-        own_aborts: ranks that their own code aborted.
+        own_aborts: ranks that were aborted by their own code, not by a backend.
     """
     causes = own_failures(report) if report.disagreement is not None else [root] if root is not None else []
     if any(cause.rank in own_aborts or not _may_come_from_collective(cause) for cause in causes):
@@ -399,7 +399,7 @@ def _aborted(report: AttemptReport) -> list[int]:
 
 
 def _own_aborts(report: AttemptReport, logs: Logs, attempt: int) -> list[int]:
-    """Return the ranks whose Python code called what aborted them; a backend aborts in its own threads."""
+    """Return the ranks that were aborted in a call from Python code; a backend aborts in its own threads."""
     return [rank for rank in _aborted(report) if _aborts_in_own_code(_crash_frames(logs, rank, attempt))]
 
 
@@ -427,7 +427,7 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
 
 
 def _is_rejection(cause: RootCause) -> bool:
-    """Return whether nblaunch has compared what ranks passed to a collective, and raised the exception."""
+    """Return whether nblaunch raised the exception because ranks passed different data to a collective."""
     name = DistributedOperationException.__name__
     return cause.failed is not None and cause.failed.info.type_name.endswith(name)
 

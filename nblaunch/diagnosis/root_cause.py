@@ -134,7 +134,7 @@ def how_ended(status: ExitStatus) -> str:
 def early_leavers(report: AttemptReport) -> str:
     """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did so.
 
-    All ranks do so in a function that ends with ``sys.exit(main())``. In a script, ranks may leave whenever they like.
+    If a function ends with ``sys.exit(main())``, all ranks call it. In a script, a rank may exit at any time.
     """
     if report.is_script:
         return ""

@@ -178,7 +178,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _all_that_share(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return all ranks if each has read several of the samples of the first rank, in another order."""
+    """Return all ranks if each has read several of the first rank's samples, in a different order."""
     first, *others = (by_rank[rank].value[1:] for rank in sorted(by_rank))
     is_shared = all(len(set(first).intersection(values)) >= _MIN_SHARED for values in others)
     in_order = any(

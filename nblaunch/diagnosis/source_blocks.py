@@ -34,10 +34,10 @@ class Loop:
         return filename == self.filename and self.first <= line <= self.last
 
     def is_left_at(self, places: Iterable[tuple[str, int]]) -> bool:
-        """Return whether a rank has left the loop; a line of another function does not show it.
+        """Return whether a rank has left the loop, judged only by lines of the loop's function.
 
         Args:
-            places: files and lines of the rank's stack, or of a part of it.
+            places: files and lines of the rank's stack or of part of it.
         """
         function = _function_around(self.filename, self.first)
         here = [

@@ -300,7 +300,7 @@ def parse(text: str) -> list[ThreadStack]:
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:
-    """Return frames as lines such as ``cell 5, line 9 in train: while not ready``, leaving out nblaunch's."""
+    """Return frames outside nblaunch as text, such as ``cell 5, line 9 in train: while not ready``."""
     lines = []
     for frame in frames:
         if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):

@@ -192,7 +192,7 @@ def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
 
 
 def _faulty_in_groups(sides: Sequence[_Side], of_groups: Sequence[_Side]) -> tuple[int, ...]:
-    """Return the ranks at fault if some wait for members of a smaller group; ranks outside of it do not count.
+    """Return the ranks at fault if some wait in a smaller group; ranks outside the group do not count.
 
     Args:
         sides: all sides.
@@ -293,8 +293,8 @@ def _loop_of(side: _Side) -> Loop | None:
 def _is_outside(standing: Standing, side: _Side, loop: Loop, *, has_fewer: bool) -> bool:
     """Return whether all ranks of a side have left a loop.
 
-    If the loop's function was called by the one in which a rank is now, the rank may have left the loop or not entered
-    it. It has left it if it has taken fewer batches (``has_fewer``).
+    A rank in a function that calls the loop's function may have left the loop or may not have entered it yet.
+    It has left the loop if it has taken fewer batches (``has_fewer``).
     """
     if side.kind == "returned" or not side.calls:
         return side.kind == "returned"

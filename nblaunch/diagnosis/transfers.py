@@ -1,10 +1,11 @@
-"""Ranks that wait in ``send`` or ``recv``: which peer does not take part, or which ranks wait for each other.
+"""Explains why ranks wait in ``send`` or ``recv``: a peer does not take part, or ranks wait for each other.
 
     rank 0   recv from 1                          rank 1 has not called send
     rank 1   barrier
 
-A rank may wait for several transfers at once (``batch_isend_irecv``): the last ones that it has called on one line.
-Whether a peer has made the other half is counted, if all of the calls of both ranks are still recorded.
+A rank may wait for several transfers at the same time (``batch_isend_irecv``): its last transfers, if they
+were called on the same line. To find out whether a peer has called the other half, both ranks' transfers are
+counted. This is possible only while every call of both ranks is still recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OTHER = {"send": "recv", "recv": "send"}
 
 @dataclass(frozen=True)
 class _Wait:
-    """A transfer in which a rank waits."""
+    """A transfer that a rank is waiting for."""
 
     rank: int
     peer: int
@@ -42,12 +43,12 @@ class _Wait:
 def explain_transfers(
     calls: Mapping[int, RankCalls], waiting: Collection[int], states: Mapping[int, str]
 ) -> Explanation | None:
-    """Return which transfer can't be completed; None if none is known.
+    """Explain which transfer can't be completed; return None if no such transfer is known.
 
     Args:
         calls: rank -> its last calls.
         waiting: ranks that wait in their last call.
-        states: rank -> what it does, as text that follows its name: ``waits in barrier (cell 5, line 7)``.
+        states: rank -> what it is doing, as text after its name: ``waits in barrier (cell 5, line 7)``.
     """
     waits = [wait for rank in sorted(waiting) for wait in _unmatched(rank, calls)]
     by_rank = {wait.rank: wait for wait in reversed(waits)}  # the first transfer of each rank
@@ -69,7 +70,7 @@ def explain_transfers(
 
 
 def _unmatched(rank: int, calls: Mapping[int, RankCalls]) -> list[_Wait]:
-    """Return the transfers in which a rank waits and whose other half the peer has not called, as far as known."""
+    """Return the transfers that a rank is waiting for and whose other half, as far as known, is missing."""
     last = calls[rank].last if rank in calls else None
     if last is None or last.site.kind not in POINT_TO_POINT:
         return []
@@ -95,7 +96,7 @@ def _unmatched(rank: int, calls: Mapping[int, RankCalls]) -> list[_Wait]:
 
 
 def _balance(rank: int, call: Call, calls: Mapping[int, RankCalls]) -> int | None:
-    """Return how many more transfers like ``call`` the rank has called than its peer; None if unknown."""
+    """Return the number of calls like ``call`` minus the number of their other halves; None if unknown."""
     here, there = calls[rank], calls[call.site.root]
     if any(len(each.calls) < each.num_calls for each in (here, there)):
         return None  # the oldest calls are no longer recorded
@@ -119,7 +120,7 @@ def _differ_in_tags(wait: _Wait, back: _Wait) -> bool:
 
 
 def _unequal(calls: Mapping[int, RankCalls], waiting: Collection[int]) -> Explanation | None:
-    """Return the last transfer of a waiting rank, if the other half has another type or size."""
+    """Explain the last transfer of a waiting rank if its other half has a different type or size."""
     for rank in sorted(waiting):
         last = calls[rank].last
         if last is None or last.site.root not in calls or _balance(rank, last, calls) is None:
@@ -144,7 +145,7 @@ def _content(call: Call) -> tuple[str, int]:
 
 
 def _circle(first: _Wait, by_rank: Mapping[int, _Wait]) -> list[_Wait]:
-    """Return waits of which each is for the rank of the next, and the last for the first; empty if there are none."""
+    """Return waits that form a circle, in which each is for the next one's rank; empty if there is none."""
     path = [first]
     while (following := by_rank.get(path[-1].peer)) is not None:
         if following.rank == first.rank:

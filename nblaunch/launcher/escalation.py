@@ -217,7 +217,7 @@ def pass_on(signum: int, pids: Mapping[int, int]) -> str:
 
 
 def _signal_handling(signum: int, pids: Mapping[int, int]) -> list[int]:
-    """Send a signal to the ranks that have a handler for it, and return these ranks."""
+    """Send a signal to the ranks that have a handler for it; return these ranks."""
     handling = [rank for rank, pid in sorted(pids.items()) if proc.catches(pid, signum)]
     for rank in handling:
         # Do not signal its group, because its data loader processes have no handler.

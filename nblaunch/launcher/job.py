@@ -519,7 +519,7 @@ class Job(Generic[T]):
         __tracebackhide__ = True
         self.wait(timeout)
         outcome = self._outcome
-        # From now on, only the error that is raised here keeps the variables of a function that ran in this process.
+        # From here on, only the raised error keeps the variables of a function that ran in this process.
         self.outcome = outcome.without_variables()
         if self.outcome is not outcome and self.outcome.error is not None:
             clear_launcher(self.outcome.error)

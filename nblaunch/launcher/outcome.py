@@ -116,10 +116,10 @@ class JobOutcome:
         return replace(self, _traceback=from_first_user_frame(self.error.__traceback__))
 
     def without_variables(self) -> JobOutcome:
-        """Return a copy whose error has the same frames without the variables of the function's frames.
+        """Return a copy whose error shows the same frames but does not keep the function's variables.
 
-        Only the error of a function that ran in this process has such variables, which may be large tensors. The copy's
-        error is another object, because the original keeps its traceback for debuggers.
+        Only the error of a function that ran in this process keeps variables, which may be large tensors. The
+        copy's error is another object, because the original keeps its traceback for debuggers.
         """
         tb = self._traceback
         if self.error is None or tb is None or is_of_rank(tb.tb_frame):

@@ -7,8 +7,9 @@
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)
 
-The recorder writes the spans to files of the attempt. When a file is full, it replaces ``spans.before``, so the newest
-spans are kept. The job does not need the files: if they can't be written, it continues without a timeline.
+The recorder writes the spans to the attempt's files. When a file is full, it becomes ``spans.before`` and
+replaces the previous one, so the newest spans are kept. The job does not need the files: if they can't be
+written, it continues without a timeline.
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
 between the last slice and a backward pass is shown as the forward pass, because no hook observes the forward pass of a

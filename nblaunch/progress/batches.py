@@ -1,4 +1,4 @@
-"""Batches of any library: their sizes, and digests by which ranks compare what they read.
+"""Batches of any library: their sizes, and the digests that ranks use to compare what they read.
 
 Only lists, tuples and mappings are searched for tensors, because a user's class may run arbitrary code when read.
 """
@@ -29,7 +29,7 @@ def num_elements(batch: Any) -> int:
 
 
 def digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, the same in all processes; None if the numbers are all equal."""
+    """Return a digest of a few numbers in a batch, the same in all processes; None if all are equal."""
     values: list[float] = []
     for tensor in _tensors(batch):
         values += numbers(tensor, _NUM_ELEMENTS)
@@ -37,9 +37,9 @@ def digest(batch: Any) -> int | None:
 
 
 def row_digests(batch: Any, max_rows: int) -> list[int]:
-    """Return a digest of each of the first rows of a batch, the same in all processes.
+    """Return digests of the first rows of a batch. Equal rows have equal digests in all processes.
 
-    A row has the same digest in another batch unless the batches are padded to different lengths.
+    The batch that contains a row does not affect its digest, unless batches are padded to different lengths.
     """
     tensors = [tensor for tensor in _tensors(batch) if tensor.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1 or not tensors[0].numel():
@@ -53,7 +53,7 @@ def row_digests(batch: Any, max_rows: int) -> list[int]:
 
 
 def numbers(tensor: Any, count: int) -> list[float]:
-    """Return up to ``count`` numbers of a tensor, at equal distances."""
+    """Return up to ``count`` evenly spaced numbers of a tensor."""
     flat = tensor.detach().reshape(-1)
     values: list[float] = flat[:: max(1, len(flat) // count)][:count].double().tolist()
     return values

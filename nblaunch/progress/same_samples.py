@@ -1,13 +1,13 @@
 """Reports a loop without nblaunch's Accelerator whose ranks all train on the same samples.
 
-Types of loaders and samplers prove nothing, because a dataset may contain only the rank's share. Ranks therefore
-compare what they have read and computed in the first backward passes:
+The type of a loader or sampler proves nothing, because a dataset may contain only the rank's share. Ranks
+therefore compare what they read and compute in the first backward passes:
 
     batches, gradients before their exchange    equal on all ranks: a warning
-    samples of the batches                      several are equal, in another order: a hint
+    samples in the batches                      several are equal, in a different order: a hint
 
-Gradients are needed as well, because ranks may read the same batch and use different parts of it. A loop that repeats a
-batch on purpose, such as a test that overfits, is not reported.
+Batches alone are not enough, because ranks may read the same batch and use different parts of it. A loop that
+repeats a batch on purpose, such as a test that overfits, is not reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nblaunch.progress import batches
 from nblaunch.user_code import innermost_user_frame
 
 CHECK = "same_samples"
-"""Name of this check in ``NBLAUNCH_CHECKS``. For loops with an Accelerator, it is in ``training/checks/data.py``."""
+"""Name of this check in ``NBLAUNCH_CHECKS``; ``training/checks/data.py`` is for loops with an Accelerator."""
 
 HINT = "samples_in_other_orders"
 
@@ -35,7 +35,7 @@ _MAX_ROWS = 32  # of a batch
 
 
 class SameSamples:
-    """What this rank reads and computes in its first backward passes.
+    """Collects what this rank reads and computes in its first backward passes.
 
     Args:
         here: the context of this process.
@@ -61,7 +61,7 @@ class SameSamples:
         self._read = weakref.ref(iterator), batch
 
     def before_backward(self) -> None:
-        """Digest the last batch, and begin to watch the gradients of a backward pass."""
+        """Compute the digests of the last batch, and begin to watch the gradients of the backward pass."""
         gradients = self._here.slot.local_gradients
         self._end_step(gradients)
         self._num_passes += 1
@@ -75,12 +75,12 @@ class SameSamples:
             gradients.begin_pass()
 
     def after_backward(self) -> None:
-        """End watching the backward pass itself. Ranks may exchange gradients after it."""
+        """Stop watching the backward pass itself. Ranks may still exchange gradients afterwards."""
         if (gradients := self._here.slot.local_gradients) is not None:
             gradients.end_pass()
 
     def finish(self) -> None:
-        """Stop looking, and report samples that may be read by other ranks as well."""
+        """Stop looking, and report this rank's samples, which other ranks may have read as well."""
         if not self.is_looking:
             return
         gradients = self._here.slot.local_gradients
@@ -88,7 +88,7 @@ class SameSamples:
         self.is_looking, self._read = False, None
         if gradients is not None:
             gradients.end()
-        # The last batch of an epoch may be completed with samples of another rank.
+        # The last batch of an epoch may be filled up with samples of other ranks.
         rows, self._rows = [row for batch in (self._rows or [])[:-1] for row in batch], None
         if rows and self._is_exchanged and len(set(rows)) == len(rows):  # samples may be equal by nature
             self._report(
@@ -107,7 +107,7 @@ class SameSamples:
             self._rows.append(batches.row_digests(batch, _MAX_ROWS))
 
     def _end_step(self, gradients: Any) -> None:
-        """Compare ranks if gradients have been exchanged since the last step."""
+        """Record a step if ranks have exchanged gradients; after enough steps, report them for comparison."""
         exchanged = None if gradients is None or self._is_reported else gradients.take()
         if exchanged is None:
             return

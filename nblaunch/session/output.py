@@ -1,4 +1,4 @@
-"""The report of a session's command; shows its output and displays in the cell that waits for it.
+"""Reports on a session's command: shows its output and displays in the cell that waits for it.
 
     supervisor's thread ── events, readings ──> SessionOutput ── pump(), in the thread of the cell ──> dashboards
 

@@ -110,9 +110,9 @@ def start_program(
         message: object to pickle into a memory file, whose descriptor is the argument of ``main``.
         inherited: descriptors that the process gets in addition to the memory files of message and call.
         call: the call that it will run. The process starts with the environment, search path and working folder that
-            were saved with the call. None = it gets the variables of this process.
-        environment: all variables of the process; None = as described for ``call``.
-        reads_input: whether the process gets this process's standard input; otherwise, it gets none.
+            were saved with the call. None = it takes them from this process.
+        environment: the complete environment of the process; None = as described for ``call``.
+        reads_input: whether it shares this process's standard input; otherwise, its input is empty.
 
     Raises:
         OSError: the system could not start the process.

@@ -119,8 +119,8 @@ def gather_object(object: Any) -> Any:
     if world_size() == 1:
         return object
     mine = _pickled(object)
-    # Two numbers, because the digests that ranks compare before they gather tensors have 8 bytes. A rank that gathers
-    # tensors instead is then recognised by the size.
+    # Send two numbers, because the digests that ranks compare before they gather tensors have 8 bytes. The
+    # different size then reveals a rank that gathers tensors instead.
     sizes = _all_gather_bytes(torch.tensor([mine.numel(), 0])).view(torch.int64)[::2].tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: mine.numel()] = mine

@@ -67,11 +67,11 @@ class DataLoaderStateMixin:
 
 @dataclass(frozen=True)
 class OrderStart:
-    """States at the start of an epoch of the generators that may decide its order.
+    """The states, at the start of an epoch, of the generators that may decide its order.
 
     Args:
-        generators: of the loader's own generators.
-        of_process: of Python's, NumPy's and torch's global generators; empty if the order can't come from them.
+        generators: states of the loader's own generators.
+        of_process: states of Python's, NumPy's and torch's global generators; empty if they can't decide it.
     """
 
     generators: list[torch.Tensor] = field(default_factory=list)

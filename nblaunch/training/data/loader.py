@@ -139,7 +139,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(0, self._num_rounds() - self.skip_batches)
 
     def _num_rounds(self) -> int:
-        """Return the number of this rank's batches, including those to skip."""
+        """Return the number of this rank's batches, including the batches to skip."""
         return len(self.base_dataloader)
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -334,9 +334,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return is_shared and any(id(generator) not in seeded for generator in generators)
 
     def _return_to_global_start(self) -> None:
-        """Set the global generators to their states at the start of a resumed epoch, if they may draw the order.
+        """Rewind the global generators to the start of a resumed epoch, if the order may come from them.
 
-        Once the order is drawn, they return to their states in the checkpoint, since other code uses them too.
+        After the order is drawn, their states from the checkpoint are restored, because other code uses them
+        too.
         """
         start, self.epochs.global_start = self.epochs.global_start, {}
         if start:

@@ -69,8 +69,8 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: kept as ``.batch_sampler``.
         skip_batches: number of batches to skip.
-        num_kept: number of skipped batches, from the first, to keep in ``kept``. If ``batch_sampler`` has skipped and
-            kept some itself, these are kept instead, because they come first in the epoch.
+        num_kept: number of skipped batches, from the first, to keep in ``kept``. If ``batch_sampler`` itself
+            has skipped and kept batches, its batches are kept instead, because they come first in the epoch.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0, num_kept: int = 0) -> None:
@@ -123,7 +123,7 @@ def nested_samplers(index_sampler: Any) -> list[Any]:
 
 
 def generators_of(index_sampler: Any, dataset: Any, extra: torch.Generator | None) -> list[torch.Generator]:
-    """Return ``extra`` and the generators of nested samplers and of a stream, each once."""
+    """Return ``extra`` and the generators of nested samplers and a stream, without duplicates."""
     owners = [*nested_samplers(index_sampler), dataset if isinstance(dataset, IterableDataset) else None]
     generators = [extra, *(getattr(owner, "generator", None) for owner in owners)]
     unique = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
@@ -131,7 +131,10 @@ def generators_of(index_sampler: Any, dataset: Any, extra: torch.Generator | Non
 
 
 def draws_from_own_generators(index_sampler: Any, dataset: Any) -> bool:
-    """Return whether only generators of nested samplers decide the order; a stream or a user's sampler may use any."""
+    """Return whether only the samplers' generators decide the order.
+
+    A stream or a user's sampler may use any generator.
+    """
     packages = ("torch.", "torchdata.", "nblaunch.")
     is_known = all(type(part).__module__.startswith(packages) for part in nested_samplers(index_sampler))
     return is_known and not isinstance(dataset, IterableDataset)

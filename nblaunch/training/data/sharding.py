@@ -161,8 +161,9 @@ class BatchSamplerShard(BatchSampler):
             head, rows = order[:round_size].tolist(), order[end:].tolist()
         if order is not None:
             # When it is exhausted, torch's RandomSampler draws one more permutation, which it does not use.
-            # Draw it here too, so that the next epoch has the same order as in a single process. Reading an incomplete
-            # round exhausts the sampler, so draw before that round: the user may leave the epoch there.
+            # Draw it here too, so that the next epoch has the same order as in a single process. Reading an
+            # incomplete round exhausts the sampler. Draw before yielding that round, because the user may
+            # leave the epoch there.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
