@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class Emulator:
-    """The screen of a terminal, which understands the control codes that rich writes, and rejects others."""
+    """A terminal's screen that understands the control codes that rich writes and rejects all others."""
 
     def __init__(self) -> None:
         self.lines = [""]

@@ -132,7 +132,7 @@ def test_a_method_calls_a_hook_first_and_stays_as_it_is() -> None:
 
 
 class Model:
-    """A library's class whose methods warn at the line that calls them."""
+    """A library's class whose warnings name the line that calls its methods."""
 
     def forward(self) -> None:
         warnings.warn("forward", stacklevel=2)

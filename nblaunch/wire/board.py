@@ -244,7 +244,7 @@ class Slot:
         self.record_backward: Callable[[], None] | None = None
         """Called before a backward pass; None while no collectives are recorded."""
         self.local_gradients: Any = None
-        """Reads gradients before ranks exchange them; None while no collectives are recorded."""
+        """Reads gradients before ranks exchange them; None if collectives are not recorded."""
         self.counted: Any = None
         """The loop that has one iteration per step, valid until ``settled_until_s``; None if there is no such loop."""
         self.settled_until_s = 0.0

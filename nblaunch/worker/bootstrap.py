@@ -287,7 +287,7 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _watch_objects_of_kernel(self) -> None:
-        """Repair or report the use of studies, tracker runs, files and connections of the kernel."""
+        """Repair or report the use of the kernel's studies, tracker runs, files and connections."""
         studies.watch(self._warn)
         tracker_runs.watch(self._warn)
         if self.files is not None:
@@ -299,7 +299,7 @@ class _Worker:
             unfinished_files.reject_writes_to_copies()
 
     def _watch_imports(self) -> None:
-        """Explain slow imports on the first rank; the others import the same."""
+        """Explain slow imports on the first rank only, because all ranks import the same packages."""
         if self.assignment.rank == 0:
             is_fresh = self.files is None or missing_names.is_fresh_process()
             import_times.watch(is_fresh, self._note)

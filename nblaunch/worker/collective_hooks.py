@@ -133,7 +133,7 @@ class _Hooks:
         self._watch_new_groups(c10d)
 
     def _watch_new_groups(self, c10d: Any) -> None:
-        """Record the creation of groups, which waits for their members."""
+        """Record the creation of groups, because each member waits for the others there."""
         create = getattr(c10d, "_new_process_group_helper", None)
         if create is None:
             return

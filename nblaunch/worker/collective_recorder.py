@@ -21,7 +21,7 @@ _MAX_KNOWN = 1024
 """Number of tensor forms that are kept."""
 
 _HOOKS = tuple(f"{Path(__file__).parents[1] / folder}/" for folder in ("worker", "progress"))
-"""Folders of nblaunch's hooks on libraries."""
+"""Folders that contain nblaunch's hooks on libraries."""
 
 _NUM_OWN_FRAMES = 4
 """Number of frames that a collective's hook adds: the finder, a method of the recorder, two functions of the hook."""
@@ -151,10 +151,10 @@ class CollectiveRecorder:
         self._writer.put(site, number, shape=shape)
 
     def note_new_group(self, ranks: tuple[int, ...]) -> None:
-        """Record that this process begins to create a group.
+        """Record that this process has begun to create a group.
 
         Args:
-            ranks: the members, as ranks of the job.
+            ranks: ranks of the members in the job.
         """
         self._num_new_groups += 1
         handle = self._writer.add_group(Group(ranks, self._seen_groups.get(ranks, -1) + 1))

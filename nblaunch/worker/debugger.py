@@ -260,7 +260,7 @@ class _Terminal:
 
 
 _OwnPdb: Any = own_pdb(pdb)
-"""Python's own pdb, because IPython's writes to the kernel's terminal."""
+"""Python's own ``Pdb`` class, because IPython's class writes to the kernel's terminal."""
 
 
 class _Pdb(_OwnPdb):

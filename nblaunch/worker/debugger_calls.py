@@ -19,12 +19,12 @@ def redirect() -> None:
 
 
 def own_pdb(module: ModuleType) -> type:
-    """Return Python's own pdb. A kernel replaces it in the module with IPython's."""
+    """Return Python's own ``Pdb`` class, which a kernel replaces in the module with IPython's."""
     return next(cls for cls in module.Pdb.__mro__ if cls.__module__ == "pdb")
 
 
 def caller(frame: FrameType) -> FrameType:
-    """Return ``frame``, the caller of ``sys.breakpointhook``, or the frame that called a debugger there."""
+    """Return the innermost frame that is not in a debugger, beginning with ``frame``."""
     outer: FrameType | None = frame
     while outer is not None and outer.f_globals.get("__name__") in _DEBUGGERS:
         outer = outer.f_back

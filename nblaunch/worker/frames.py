@@ -38,9 +38,9 @@ _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[a-
 def begin_stacks_at_function() -> None:
     """Make stacks that the function prints begin with the function, without the calls that led to it.
 
-    A forked worker runs inside all calls of the kernel, which are some fifty. Anomaly detection would collect them for
-    each operation, and its report of a few lines would be longer than what a cell shows. Call this in a frame of
-    nblaunch that calls the function later; this frame and its callers are left out.
+    A forked worker runs inside the kernel's calls, about fifty of them. Anomaly detection would collect them
+    for each operation, and its report, usually a few lines, would be too long for a cell. Call this in the
+    frame of nblaunch that later calls the function; that frame and its callers are left out.
     """
     outside = sys._getframe(1)
 

@@ -1,11 +1,11 @@
-"""Slow imports in a worker, which a note explains once: otherwise, nothing would say why the first step comes late.
+"""Explains slow imports in a worker, because nothing else would say why the first step comes late.
 
     find_spec("deepspeed") ──> its loader, which measures exec_module, with all imports inside it
                            ──> 5 s or longer? ──> the package inside it that takes most of this time
 
-Each worker repeats the imports that the kernel has not performed. Libraries import others that a user may not know
-of: for example, Accelerate imports DeepSpeed if it is installed. Only packages are measured, not their modules, so an
-import costs a few microseconds more.
+Each worker repeats the imports that the kernel has not performed. A library may import others without the
+user's knowledge: for example, Accelerate imports DeepSpeed if it is installed. Measuring adds only a few
+microseconds to an import, because it covers packages but not their modules.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CHECK = "slow_imports"
 
 _SLOW_S = 5.0
 _MAIN_PART = 0.6
-"""A package that takes this fraction of another package's import is named instead of it."""
+"""A note names the innermost package that takes at least this fraction of the whole import."""
 _MAX_REPORTS = 3
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
-"""File name of Python's import system, whose frames Python leaves out of tracebacks and does not count in warnings."""
+"""File name of Python's import system, whose frames are omitted from tracebacks and from stack levels."""
 
 
 def watch(is_fresh: bool, report: Callable[[str], None]) -> None:
-    """Report slow imports of this process from now on; processes that it forks report none.
+    """Report slow imports of this process from now on, but not of processes that it forks.
 
     Args:
         is_fresh: whether this process has inherited no imports from the kernel.
@@ -66,7 +66,7 @@ class _Import:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds packages through the other finders, and measures how long their imports take in the main thread."""
+    """Finds packages through the other finders, and measures their imports in the main thread."""
 
     def __init__(self, is_fresh: bool, report: Callable[[str], None]) -> None:
         self._is_fresh = is_fresh
@@ -94,7 +94,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         return threading.get_ident() == self._thread and os.getpid() == self._process
 
     def _measure(self, loader: Any, package: _Import) -> None:
-        """Let ``loader`` measure the execution of a package, and be as before when it has begun."""
+        """Make ``loader`` measure the execution of a package; it is restored once the execution begins."""
         changed = vars(loader).get("exec_module")
         execute = loader.exec_module
         watch = self

@@ -245,17 +245,17 @@ _ENDED_CHILD = ("ProcessRaisedException", "ProcessExitedException")
 
 
 def adapt_groups(topology: Topology) -> None:
-    """Let the function form process groups by any means that works without a launcher, or have it raise an error."""
+    """Make ways to form process groups without a launcher work in a worker, or raise an error."""
     _reject_launchers(topology)
     _let_ranks_meet_elsewhere(topology)
     _let_spawned_ranks_meet(topology)
 
 
 def _reject_launchers(topology: Topology) -> None:
-    """Have Lightning's launchers of several processes raise an error in this worker, if the job has several ranks.
+    """Make Lightning's multi-process launchers raise an error in this worker, if the job has several ranks.
 
-    Otherwise each of N ranks would start N processes, which all join as this rank: they share its address and number,
-    disturb each other, and report only connections that fail.
+    Otherwise, each of N ranks would start N processes, which would all join with this rank's address and
+    number. They would disturb each other and report only failed connections.
     """
     if topology.world_size == 1:
         return
@@ -275,9 +275,10 @@ def _reject_launchers(topology: Topology) -> None:
 
 
 def _let_ranks_meet_elsewhere(topology: Topology) -> None:
-    """Let ranks form their group at an address of their own: ``tcp://`` URLs, or another ``MASTER_PORT``.
+    """Let ranks form their group at an address of their own: a ``tcp://`` URL or another ``MASTER_PORT``.
 
-    With torchrun's variables, every rank would wait there for a store that the launcher hosts only at its own address.
+    Because of torchrun's variables, every rank would wait at that address for the launcher's store, which
+    exists only at the launcher's own address.
     """
 
     def watch(module: Any) -> None:
@@ -298,8 +299,9 @@ def _let_ranks_meet_elsewhere(topology: Topology) -> None:
 def _let_spawned_ranks_meet(topology: Topology) -> None:
     """Let processes of ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
 
-    With torchrun's variables, they would all wait for a store of the launcher, at any address that they choose. If the
-    job has several ranks, their groups collide, which now raises an error. A single rank also leaves them a free port.
+    Because of torchrun's variables, they would wait for the launcher's store at whatever address they choose.
+    If the job has several ranks, the ranks' groups need the same port, which raises an error. A single rank
+    gives its processes a free port instead.
     """
 
     def watch(module: Any) -> None:

@@ -1,11 +1,12 @@
-"""The gradients of this rank before ranks exchange them, in the few steps that a check examines.
+"""Reads this rank's gradients before ranks exchange them, in the few steps that a check examines.
 
     DistributedDataParallel     hooks on a few parameters, for one backward pass
     FSDP, fully_shard           the arguments of reduce_scatter and all_reduce, which FSDP calls
     all_reduce(parameter.grad)  the argument, if it is the gradient of a parameter that the optimizer then updates
 
-If ranks exchange gradients that are already equal, they have computed the same thing. Nothing else shows this with
-certainty: ranks that read the same batch may each use a part of it, and losses may be averaged before ``backward``.
+If ranks exchange gradients that are already equal, they have computed the same thing. Nothing else proves
+this: ranks that read the same batch may each use a part of it, and losses may be averaged before
+``backward``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _FSDP = "torch.distributed.fsdp"
 
 
 class LocalGradients:
-    """Collects numbers of this rank's gradients while ``is_watched``.
+    """Collects numbers from this rank's gradients while ``is_watched``.
 
     Args:
-        wrapped: references to the living ``DistributedDataParallel`` models.
+        wrapped: weak references to the ``DistributedDataParallel`` models.
     """
 
     def __init__(self, wrapped: Sequence[weakref.ref[Any]]) -> None:
@@ -88,7 +89,7 @@ class LocalGradients:
         self._values += [(_NUM_PARAMETERS, values) for address, values in reduced if address in addresses]
 
     def take(self) -> str | None:
-        """Return the numbers since the last call as text; None if ranks exchanged nothing, or nothing but zeros."""
+        """Return the numbers since the last call as text; None if ranks exchanged nothing, or only zeros."""
         values, self._values = sorted(self._values), []
         flat = [number for _, numbers in values for number in numbers]
         if not any(flat) or not all(map(math.isfinite, flat)):
@@ -101,7 +102,7 @@ class LocalGradients:
 
 
 def _harmless(note: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a hook that neither changes a gradient nor ends the backward pass by an error."""
+    """Return a hook that neither changes the gradient nor fails the backward pass."""
 
     def note_if_possible(gradient: Any) -> None:
         with suppress(Exception):

@@ -100,7 +100,7 @@ def capture(log_path: str, *, keeps_input: bool = False) -> None:
 
     Args:
         log_path: file for the output.
-        keeps_input: whether to leave descriptor 0 and ``sys.stdin`` as they are.
+        keeps_input: whether to leave descriptor 0 and ``sys.stdin`` unchanged.
 
     Both outputs append to one file, so that lines keep their order. Processes that the worker starts inherit the
     descriptors, and C libraries also print to them.

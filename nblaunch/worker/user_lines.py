@@ -82,7 +82,7 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        hooks: folders of hooks, with a separator at the end; their functions are never used to name a call.
+        hooks: folders of hooks, with a trailing separator; calls are not named after functions in them.
     """
 
     def __init__(self, hooks: tuple[str, ...]) -> None:

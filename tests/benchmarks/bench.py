@@ -155,9 +155,9 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def count_calls(lap: Callable[[], object]) -> int:
-    """Count the calls of Python functions of a lap in this thread.
+    """Count the Python functions that a lap calls in this thread.
 
-    The garbage collector is turned off, because it may call back at any step.
+    The garbage collector is off meanwhile, because it may call functions at any time.
     """
     count = 0
 

@@ -1,4 +1,4 @@
-"""Launched scripts whose ranks form their group at an address of their own, or that start ranks themselves."""
+"""Launched scripts whose ranks form a group at their own address, and scripts that start ranks themselves."""
 
 from __future__ import annotations
 

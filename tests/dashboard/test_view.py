@@ -91,7 +91,7 @@ def test_a_worker_stopped_before_the_failure_was_reported_did_not_fail() -> None
 
 
 def test_the_first_rank_that_the_launcher_stops_has_not_failed() -> None:
-    """After a mismatch or a hang, no rank has failed when the launcher ends them one after the other."""
+    """After a mismatch or a hang, the launcher stops the ranks one by one, and none counts as failed."""
     stopped = Exited(0, START_S + 4, status=ExitStatus(-15), was_stopped=True)
     view = view_of([*started(2), stopped])
     assert (states(view), view.ranks[0].failure) == (["stopped", "running"], "")

@@ -1,4 +1,4 @@
-"""Ranks that wait in a backward pass: how the step of another rank differs."""
+"""If ranks wait in a backward pass, the report says how another rank's step differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALL = Group((0, 1, 2), 0, True)
 
 
 def calls_of(*kinds: str, syncs: bool = True) -> RankCalls:
-    """Return calls from their kinds; ``forward:model 2`` is a forward pass of that model."""
+    """Return calls of the given kinds; ``forward:model 2`` is a forward pass of that model."""
     counts: dict[str, int] = {}
     calls = []
     for serial, text in enumerate(kinds, 1):
@@ -39,7 +39,7 @@ def test_another_model_is_named() -> None:
 
 
 def test_a_collective_mistaken_for_gradients_is_named() -> None:
-    """All ranks wait in backward, because the backend took the extra call for the exchange of gradients."""
+    """All ranks wait in backward, because the backend mistook the extra call for a gradient exchange."""
     found = explained(STEP, STEP, calls_of(FORWARD, "all_reduce", BACKWARD))
     assert found.ranks == (2,)
     assert found.headline.startswith("rank 2 alone called all_reduce, collective 1 (train.py, line 2)")
@@ -53,7 +53,7 @@ def test_a_collective_that_one_rank_left_out_is_named() -> None:
 
 
 def test_a_rank_without_all_gradients_is_named() -> None:
-    """A parameter without a gradient on rank 1: its backward pass ends, and the others wait for the gradient."""
+    """A parameter has no gradient on rank 1: its backward pass ends, and the others wait for the gradient."""
     found = explained(STEP, calls_of(FORWARD, BACKWARD, "all_reduce"), STEP)
     assert found.ranks == (1,)
     assert found.headline.startswith(

@@ -229,7 +229,7 @@ def train():
 
 
 def test_an_earlier_call_on_another_line_is_named(tmp_path: Path) -> None:
-    """Rank 0 makes a call alone, which goes together with the next call of the others."""
+    """Rank 0 makes a call alone, and the backend pairs it with the others' next call."""
     calls = {
         0: calls_of(reduce(3), reduce(3), reduce(7), reduce(3)),
         1: calls_of(reduce(3), reduce(3), reduce(3), BARRIER),
@@ -250,7 +250,7 @@ def test_an_earlier_call_on_another_line_is_named(tmp_path: Path) -> None:
 
 
 def test_parts_of_all_to_all_are_compared_after_some_ranks_went_on() -> None:
-    """A backend ends the rank that receives too much, while the others have already gone on."""
+    """The backend ends the rank that receives too much, after the others have already continued."""
     exchange = Site("all_to_all", ALL, filename="train.py", line=5)
     calls = {
         rank: replace(
@@ -278,7 +278,7 @@ PAIR = Group((0, 1), 0)
 
 @pytest.mark.parametrize(("group", "faulty"), [(Group((0, 1, 2), 0), (2,)), (PAIR, ())])
 def test_only_members_of_a_group_are_compared(group: Group, faulty: tuple[int, ...]) -> None:
-    """Two of three members are the majority of a group; one of two is not, whatever others do."""
+    """Two of three members are a group's majority; one of two is not, whatever ranks outside it do."""
     waiting = [0, 1] if len(group.ranks) == 3 else [0]
     calls = {rank: calls_of(reduce(group=group) if rank in waiting else BARRIER) for rank in range(5)}
     found = explain_stall(Standing(calls))

@@ -1,4 +1,4 @@
-"""Ranks that wait in send or recv: the missing half, and ranks that wait for each other."""
+"""If ranks wait in send or recv, the report names the missing half, or ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_recv_without_a_send_names_the_peer() -> None:
 
 
 def test_the_open_transfer_of_a_batch_is_found() -> None:
-    """All transfers of batch_isend_irecv are on one line; rank 0 sends nothing."""
+    """batch_isend_irecv starts all transfers on one line, and rank 0 sends nothing."""
     ring = {0: [transfer("recv", 2)], 1: [transfer("recv", 0), transfer("send", 2)]}
     ring[2] = [transfer("recv", 1), transfer("send", 0)]
     shown = headline(calls_of(*ring[0], BARRIER), calls_of(*ring[1]), calls_of(*ring[2], BARRIER))

@@ -123,7 +123,7 @@ notebook_launcher(train, engine="inline")
 
 
 def test_a_failed_job_keeps_no_variables_of_the_function(shared: Kernel) -> None:
-    """After a caught error, nothing does; after another, IPython has replaced the error that a cell has raised."""
+    """A caught error keeps nothing; IPython keeps an uncaught error until a cell raises another one."""
     shared.run(
         """
 import gc, weakref

@@ -264,7 +264,7 @@ GLOBAL = {
 def _train_in_a_drawn_order(
     folder: Path, source: str, options: dict[str, Any], is_resumed: bool
 ) -> list[tuple[list[int], float]]:
-    """Read an epoch and the next one, draw numbers in every step, and save after 3 batches; or resume there."""
+    """Read two epochs, drawing a number in every step; save after 3 batches, or resume from there."""
     set_seed(2 if is_resumed else 1)
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="stateful" in options)
@@ -314,7 +314,7 @@ class Shuffled(IterableDataset[int]):
 
 
 def _read_shuffled(folder: Path, options: dict[str, Any], seed: int, num_before: int | None) -> list[Any]:
-    """Read two epochs and save after ``num_before`` batches; None: resume, and read the rest of both epochs."""
+    """Read two epochs and save after ``num_before`` batches; if None, resume and read the rest of both."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
     loader = accelerator.prepare(DataLoader(Shuffled(seed), batch_size=2))
     rest = loader

@@ -187,7 +187,7 @@ def test_loaders_resume_at_their_position(taken: int, num_workers: int) -> None:
 
 
 def _train_on_pairs(folder: Path, resumes: bool) -> list[tuple[Any, ...]]:
-    """Read two loaders in turn; return each pair of batches with a number drawn from the global generator."""
+    """Read two loaders alternately; return each pair of batches with a number from the global generator."""
     torch.manual_seed(resumes)
     accelerator = Accelerator()
     loaders = [DataLoader(range(length), batch_size=2, shuffle=True) for length in (12, 16)]

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Watch imports of this process, of which every one counts as slow."""
+    """Watch the imports of this process; every import counts as slow."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(import_times, "_SLOW_S", 0.0)
     monkeypatch.setattr(import_times, "_MAIN_PART", 0.0)

@@ -1,7 +1,7 @@
 """The state that a worker inherits from the kernel, and how it is treated.
 
-The tables in ``docs/what-a-worker-inherits.md`` list every kind of state, and its treatment under each start
-method. Each row has a contract test.
+The tables in ``docs/what-a-worker-inherits.md`` list every kind of state and say what a worker gets under
+each start method. Each row has a contract test.
 
 modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel

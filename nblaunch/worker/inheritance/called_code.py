@@ -1,7 +1,7 @@
 """The functions that a call may reach, and the variables that their code names and assigns.
 
-The search covers functions, methods and classes of the notebook and of the user's modules: those that a function names,
-those in its arguments, and hooks on modules of torch.
+The search covers functions, methods and classes of the notebook and of the user's modules that a function
+names or gets as arguments, and hooks on torch modules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_users(module: str) -> bool:
 
 
 def functions(values: Sequence[Any]) -> Iterator[FunctionType]:
-    """Yield the user's functions that values are or may call: functions, methods, hooks of modules."""
+    """Yield the user's functions among ``values`` and those that they may call, including module hooks."""
     pending = list(values)
     seen: set[int] = set()
     while pending and len(seen) < _MAX_FUNCTIONS:
@@ -63,9 +63,9 @@ def functions(values: Sequence[Any]) -> Iterator[FunctionType]:
 
 
 def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the variables outside a function that its code names.
+    """Yield the names and values of the outer variables that a function's code names.
 
-    For one of the user's modules, these are the module's variables, as in ``records.history``.
+    If a variable is one of the user's modules, yield its variables as well, as in ``records.history``.
     """
     names = set(names_in(function.__code__))
     is_wrapper = _is_wrapper(function)
@@ -77,8 +77,10 @@ def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def modules(function: FunctionType) -> Iterator[tuple[str, ModuleType, set[str]]]:
-    """Yield the name of each of the user's modules that a function may assign attributes of, the module, and the names
-    of all attributes that the function assigns.
+    """Yield the user's modules whose attributes a function may assign.
+
+    Each item is the name of the module, the module, and the names of all attributes that the function
+    assigns.
     """
     names = {name for operation, name in _stored(function.__code__) if operation == "STORE_ATTR"}
     if names:
@@ -100,13 +102,13 @@ def _is_users_module(value: Any) -> bool:
 
 
 def _full_name(function: FunctionType, name: str) -> str:
-    """Return the name by which the notebook knows a variable that is global to one of the user's modules."""
+    """Return a variable's name, after the module's name if it is global to one of the user's modules."""
     is_closure = name in function.__code__.co_freevars
     return name if is_closure or function.__module__ == _NOTEBOOK else f"{function.__module__}.{name}"
 
 
 def _is_wrapper(function: FunctionType) -> bool:
-    """Return whether a decorator has made a function that calls another one, defined elsewhere."""
+    """Return whether a decorator has created this function to call one that is defined elsewhere."""
     scope = function.__qualname__.rpartition(".")[0]
     return any(
         issubclass(type(value), FunctionType) and not value.__qualname__.startswith(f"{scope}.")

@@ -131,8 +131,8 @@ def reject_input(*, is_script: bool) -> None:
     """Make ``input()`` raise an error, because a front end can't ask for several workers at the same time.
 
     Args:
-        is_script: whether the worker runs a script. Only rank 0 has its input, and for other ranks the input ends at
-            once, as libraries expect it of a program without input.
+        is_script: whether the worker runs a script. Only rank 0 reads the script's input; on other ranks,
+            ``input()`` raises an EOFError, as libraries expect from a program without input.
     """
 
     def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:

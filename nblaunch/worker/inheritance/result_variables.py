@@ -1,8 +1,8 @@
-"""Finds the variables in which a function may keep results: values, attributes of objects, of classes and of functions.
+"""Finds variables that may hold a function's results, including attributes of objects and classes.
 
-A variable is found through its name in the function's code, and through the objects that lead to it: attributes of
-objects of the user's classes, items of lists and dictionaries. The names of a library's attributes say nothing about
-their purpose, so only its tensors and the objects that ``trained_objects.py`` knows are watched.
+The search starts from the names in the function's code, and follows attributes of the user's objects and
+items of lists and dictionaries. The attribute names of a library's objects say nothing about their purpose,
+so the search watches only their tensors and the objects that ``trained_objects.py`` knows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Finder:
 
     Args:
         is_forked: whether this worker may share memory with the kernel.
-        collected: modules whose weights the kernel gets.
+        collected: modules whose weights are sent back to the kernel.
 
     Attributes:
         modules: variables that hold modules whose weights the kernel does not get.
@@ -58,7 +58,7 @@ class Finder:
         """Yield the variables that code assigns in the user's modules, as in ``records.best = 0.5``.
 
         Args:
-            modules: name, module and the attributes that the code assigns.
+            modules: for each module, its name, the module, and the attributes that the code assigns.
         """
         for name, module, assigned in modules:
             self._owners.append((name, module, set(vars(module))))
@@ -67,10 +67,10 @@ class Finder:
                     yield _attribute(f"{name}.{attribute}", module, attribute, vars(module)[attribute])
 
     def new_attributes(self, kept: set[int]) -> Iterator[str]:
-        """Yield the names of attributes with results that objects did not have before the function was called.
+        """Yield the names of attributes that hold results and did not exist before the call.
 
         Args:
-            kept: ids of the objects that the kernel gets.
+            kept: ids of the objects that are sent back to the kernel.
         """
         for name, owner, before in self._owners:
             is_function = isinstance(owner, FunctionType)
@@ -78,7 +78,7 @@ class Finder:
                 if attribute in before or is_for_itself(attribute) or id(value) in kept:
                     continue
                 with suppress(Exception):  # raised by the user's classes
-                    # What a class defines under this name is a functools.cached_property or the like.
+                    # If the class defines this name, the attribute is a cached_property or the like.
                     if not hasattr(type(owner), attribute) and watched_values.is_new_result(
                         attribute, value, is_of_function=is_function
                     ):
@@ -111,7 +111,7 @@ class Finder:
                 yield from self._of_attribute(name, value, attribute, part, depth)
 
     def _of_items(self, name: str, value: Any, depth: int) -> Iterator[Variable]:
-        """Yield the variables in objects of the user's classes that a list, tuple or dictionary holds."""
+        """Yield the variables of the user's objects in a list, tuple or dictionary."""
         if type(value) not in (list, tuple, dict) or len(value) > _MAX_ITEMS:
             return
         for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
@@ -119,7 +119,7 @@ class Finder:
                 yield from self.variables(f"{name}[{key!r}]", part, depth + 1)
 
     def _remember(self, name: str, value: Any) -> None:
-        """Remember which attributes an object, class or function of the user's has."""
+        """Remember which attributes the user's object, class or function has now."""
         if _has_own_attributes(value) and not isinstance(value, (MethodType, Enum)):
             held = getattr(value, "__dict__", None)
             if held is not None and not (

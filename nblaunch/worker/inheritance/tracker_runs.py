@@ -1,12 +1,12 @@
 """Runs of experiment trackers that a cell has started, and what the function logs to them.
 
 wandb      reaches its run from any process, through the service that the kernel started
-MLflow     forgets the active run in a fork; a worker adopts the kernel's, until the function starts another
-trackio    sends what a worker logs in a thread, for which the worker must wait before it exits
+MLflow     forgets the active run in a fork; a worker adopts the kernel's until the function starts another
+trackio    sends a worker's logs from a thread, which the worker must wait for before it exits
 Comet      sends from a thread of the kernel, so what a worker logs is lost, and a note says so
 
-TensorBoard's writers are renewed in ``worker/libraries.py``. ClearML and Neptune notice a fork, and SwanLab raises an
-error. Nothing here imports a tracker.
+``worker/libraries.py`` renews TensorBoard's writers. ClearML and Neptune detect a fork themselves, and
+SwanLab raises an error. Nothing here imports a tracker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def take_over_wandb_run(wandb: Any, run: Any) -> None:
 
 
 def mlflow_runs(fluent: Any) -> list[Any]:
-    """Return the active runs of this thread, the innermost last. In a fork, the thread that forked it counts.
+    """Return the active runs of this thread, innermost last; in a fork, the runs of the thread that forked.
 
     Args:
         fluent: the module ``mlflow.tracking.fluent``.
@@ -71,9 +71,9 @@ def mlflow_runs(fluent: Any) -> list[Any]:
 
 
 def take_over_mlflow_runs(fluent: Any, runs: Sequence[Any]) -> None:
-    """Make the kernel's active runs active in this process, which does not end them.
+    """Make the kernel's active runs active in this process, which never ends them.
 
-    As in a process without an active run, the function may start another.
+    The function may still start a run, as in a process that has no active run.
     """
     start, end = fluent.start_run, fluent.end_run
     _set_mlflow_runs(fluent, runs)
@@ -112,7 +112,7 @@ def _is_among(run: Any, runs: Sequence[Any]) -> bool:
 
 
 def _flush_at_exit(run: Any) -> None:
-    """Wait at exit until the thread that the run has started here has sent everything."""
+    """Make this process wait at exit until the run's thread has sent everything."""
     if not packages.is_own(run):
         packages.mark_as_own(run)
         atexit.register(_flush, run)
@@ -126,7 +126,7 @@ def _flush(run: Any) -> None:
 
 
 def _report_comet(warn: Callable[[str], None], module: Any) -> None:
-    """Report the first message of this worker to an experiment of the kernel."""
+    """Warn when this worker first sends a message to an experiment of the kernel."""
     cls = module.CometExperiment
     has_warned = False
 

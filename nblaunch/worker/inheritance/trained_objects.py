@@ -1,8 +1,8 @@
-"""Objects of libraries that a function trains or fills: how a worker detects it.
+"""Detects which objects of libraries a function has trained or filled.
 
 estimators      of scikit-learn, and of libraries that follow it: attributes whose names end with ``_``
 pipelines       spaCy's: parameters of the components' models
-trainers        transformers': its state, which each training creates; Lightning's: the number of steps
+trainers        transformers': the state, which each training replaces; Lightning's: the number of steps
 tokenizers      transformers': the number of tokens
 boosters        xgboost's and lightgbm's: the number of rounds
 
@@ -22,7 +22,7 @@ _MAX_DEPTH = 4
 """Maximum depth of estimators inside estimators."""
 _MAX_ITEMS = 100
 _MAX_CHECKED_BYTES = 1 << 20
-"""A larger array is not read, so that changes inside it are not found."""
+"""Only the first and last elements of a larger array are read, so changes between them are not found."""
 
 _MEASURES: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("transformers", "PreTrainedTokenizerBase"): len,
@@ -34,11 +34,11 @@ _MEASURES: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("xgboost", "Booster"): lambda booster: booster.num_boosted_rounds(),
     ("lightgbm", "Booster"): lambda booster: booster.current_iteration(),
 }
-"""Package and name of a class -> what differs once one of its objects has learnt."""
+"""Package and name of a class -> function that returns a value that differs once an object has learnt."""
 
 
 def watch(value: Any) -> Callable[[Any], bool] | None:
-    """Return a function that checks whether an object has learnt since this call; None if it is of no known kind."""
+    """Return a function that checks whether an object has learnt since now; None if its kind is unknown."""
     for kind in type(value).__mro__:
         measure = _MEASURES.get((module_of(kind).partition(".")[0], kind.__name__))
         if measure is not None:
@@ -48,7 +48,7 @@ def watch(value: Any) -> Callable[[Any], bool] | None:
 
 
 def _learnt(estimator: Any, depth: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the learnt attributes of an estimator and of the estimators in it, so that they can be compared."""
+    """Yield the learnt attributes of an estimator and of the estimators inside it, in a comparable form."""
     for name, value in vars(estimator).items():
         is_learnt = name.endswith("_") and not name.startswith("_") and not name.endswith("vocabulary_")
         if is_learnt or name == "_Booster":
@@ -59,7 +59,7 @@ def _learnt(estimator: Any, depth: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _estimators_in(value: Any) -> Iterator[Any]:
-    """Yield the estimators in a parameter: an estimator, or a list of steps, which are tuples with a name."""
+    """Yield the estimators in a parameter, which may be an estimator or a list of named steps (tuples)."""
     sklearn: Any = sys.modules["sklearn.base"]
     parts = value[:_MAX_ITEMS] if type(value) is list else [value]
     for part in parts:
@@ -69,7 +69,7 @@ def _estimators_in(value: Any) -> Iterator[Any]:
 
 
 def _digest(value: Any) -> Any:
-    """Return what can be compared with a later state of ``value``, which may be changed in place."""
+    """Return a digest to compare with a later one; it must show changes to ``value`` in place."""
     numpy = sys.modules["numpy"]
     if type(value) is numpy.ndarray and value.dtype.kind in "biufc":
         return value.shape, _checksum(value)
@@ -81,7 +81,7 @@ def _digest(value: Any) -> Any:
 
 
 class _Same:
-    """Compares an object by identity, and keeps it so that no other object gets its identity."""
+    """Compares an object by identity, and keeps it alive so that no other object gets the same identity."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -103,7 +103,7 @@ def _parameters(pipeline: Any) -> Iterator[tuple[str, str, int]]:
 
 
 def _checksum(array: Any) -> int:
-    """Return a checksum of an array; of its first and last elements if it is large."""
+    """Return a checksum of an array; if it is large, only of its first and last elements."""
     flat = array.reshape(-1)
     if flat.nbytes > _MAX_CHECKED_BYTES:
         half = _MAX_CHECKED_BYTES // flat.itemsize // 2

@@ -179,15 +179,15 @@ class Watcher:
 
 
 def is_for_itself(name: str) -> bool:
-    """Return whether a function keeps the variable of this name for itself, so the kernel does not need its value."""
+    """Return whether a name suggests that only the function itself uses the variable."""
     return _FOR_ITSELF.match(name) is not None
 
 
 def is_new_result(attribute: str, value: Any, *, is_of_function: bool = False) -> bool:
     """Return whether an attribute that did not exist before the call holds a result.
 
-    An object often creates attributes for its own use, such as the indices of an epoch, so the name must be a result's.
-    A function has attributes only if the user keeps something there.
+    An object often creates attributes for its own use, such as the indices of an epoch, so the attribute's
+    name must be a typical name of a result. Any attribute of a function counts, because only users set them.
 
     Args:
         attribute: name of the attribute.
@@ -258,8 +258,9 @@ def _watched_container(value: Any) -> HasChanged:
 
 
 def _num_kept(value: Any, depth: int = _MAX_NESTED) -> int:
-    """Return the number of elements, also in containers inside. A dictionary may hold options, so only its
-    containers count.
+    """Return the number of elements, including elements of nested containers.
+
+    A dictionary may hold options, so only its containers count.
     """
     if isinstance(value, dict) and len(value) <= _MAX_PARTS:
         containers = [part for part in value.values() if isinstance(part, CONTAINERS)]
@@ -268,7 +269,7 @@ def _num_kept(value: Any, depth: int = _MAX_NESTED) -> int:
 
 
 def _num_nested(parts: list[Any], depth: int) -> int:
-    """Return the number of elements of containers inside ``parts``; 0 if the list is so long that it holds data."""
+    """Return the number of elements of the containers in ``parts``; 0 for a long list, which holds data."""
     if not depth or len(parts) > _MAX_OUTER:
         return 0
     return sum(_num_kept(part, depth - 1) for part in parts if isinstance(part, CONTAINERS))

@@ -41,7 +41,7 @@ def launch(
 
 
 def names_in(note: str) -> list[str]:
-    """Return the variables that a note about lost changes lists."""
+    """Return the variables that are listed in a note about lost changes."""
     return re.split(", | and ", note.partition("changes ")[2].partition(" only in the workers")[0])
 
 
