@@ -500,7 +500,7 @@ class Exited(Event):
 
     Args:
         status: how it ended.
-        was_stopped: whether the launcher had already sent it a signal to end it.
+        was_stopped: whether the launcher had already sent it a signal that ends it.
     """
 
     status: ExitStatus = field(default_factory=lambda: ExitStatus(0))

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(backend: str, num_processes: int | None, start_method: str) -> tuple[LaunchSpec, LaunchPlan]:
-    """Return a launch on this machine, to which each check adds its function, and its plan.
+    """Return a launch on this machine and its plan; each check adds its own function to the launch.
 
     Raises:
         UsageError: the launch is not possible on this machine.

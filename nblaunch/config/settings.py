@@ -212,7 +212,7 @@ _NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
     "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
     "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
 }
-"""Setting or group -> the setting that it depends on, a test of that setting's value, and what it needs."""
+"""Setting or group -> the setting that it depends on, a test of its value, and what passes the test."""
 
 
 class ConfigError(ValueError):

@@ -454,7 +454,7 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
     if (event.was_stopped or others_ended) and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)
     failure = str(event.status)
-    # Other codes speak for themselves, and scripts choose them.
+    # Other exit codes need no explanation, and a script chooses its own.
     if not rank.has_returned and (event.status.code == 0 or not event.status.is_known):
         failure += " before the function returned"
     return replace(rank, state=WorkerState.FAILED, failure=failure)

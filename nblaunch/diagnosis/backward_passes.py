@@ -137,11 +137,12 @@ _EXCHANGED = "exchanged gradients"
 _NOT_EXCHANGED = "did not exchange gradients (no_sync)"
 _NO_SYNC = "Every rank must exchange gradients in the same steps."
 _MODELS = (
-    "Every rank must call its models in the same order. They are numbered in the order of their construction."
+    "Every rank must call its models in the same order. They are numbered in the order in which they were "
+    "created."
 )
 _WRAPPED = "Every rank must call the prepared or wrapped model, not the module in it."
 _EVERY_RANK = "Every rank of the group must call it: take it out of the condition."
 _UNUSED = (
-    "A rank exchanges gradients only when all parameters of the model have one: use the same parameters on every rank, "
-    "or pass find_unused_parameters=True."
+    "A rank exchanges gradients only when every parameter of the model has one: use the same parameters on "
+    "every rank, or pass find_unused_parameters=True."
 )

@@ -235,7 +235,7 @@ def explain(
     headline = f"collective {disagreement.number}{of_group}: {shown}"
     lines = [*_left_loops(sides, calls, steps or {}), *_other_lines(disagreement, calls)]
     if len({described(calls_of_side[0]) for _, calls_of_side in sides}) == 1 and _advice(sides) == _MODELS:
-        lines.append("Their parameters have other shapes, or another order.")
+        lines.append("Their parameters have different shapes or a different order.")
     return Explanation(headline, faulty, tuple(lines), _advice(sides))
 
 

@@ -52,7 +52,7 @@ _COLLECTIVE_FILES = (
     "/torch/autograd/graph.py",
     "/nblaunch/training/collectives/",
 )
-"""Source files in or below which an exception is raised when a collective fails, or gets data that do not fit."""
+"""Files and folders whose code raises an exception when a collective fails or gets mismatched data."""
 
 _OF_ARGUMENTS = ("AttributeError", "KeyError", "PicklingError", "TypeError", "ValueError")
 
@@ -162,7 +162,7 @@ def _raised(
     advice = list(evidence)
     compared = _explain_rejection(report, root)
     if compared is not None:
-        # The exception's text lists what the ranks passed, but not where; the headline has only its first line.
+        # The exception says what the ranks passed, but not where; the headline shows only its first line.
         rank = compared.ranks[0] if len(compared.ranks) == 1 else None
         places = {place(call) for calls in report.calls.values() if (call := calls.last) is not None}
         advice = [f"{compared.headline}.", *evidence]
@@ -243,7 +243,7 @@ def _died_remotely(report: AttemptReport, rank: int, notes: Sequence[str]) -> Fa
     status, _ = report.remote.exits[rank]
     headline = f"{how_died(status, is_script=report.is_script)} (on {report.remote.labels[rank]})"
     meaning = what_it_means(RootCause(rank, status=status), is_script=report.is_script)
-    sentences = [f"rank {rank} {headline}.", meaning, "That machine has its last lines and its complete log."]
+    sentences = [f"rank {rank} {headline}.", meaning, "Its last lines and complete log are on that machine."]
     text = " ".join(filter(None, sentences))
     return Failure(
         WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=_exit_code(status)), rank, headline

@@ -54,7 +54,7 @@ class Loop:
         return bool(name) and any(name in _called_by(function) for function in around)
 
     def _is_past(self, line: int) -> bool:
-        """Return whether a line of the loop's function follows the loop, or is in the same outer loop."""
+        """Return whether a line of the same function comes after the loop, or is in a loop around it."""
         if self.contains(self.filename, line):
             return False
         return line > self.last or any(

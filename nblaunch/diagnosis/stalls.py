@@ -432,8 +432,8 @@ def _what(call: Call) -> str:
 
 
 _UNEVEN = (
-    "Every rank must repeat the loop equally often: prepare the loader (even_batches=True), or put the loop into "
-    "accelerator.join_uneven_inputs([model]) or, without an Accelerator, into model.join()."
+    "Every rank must repeat the loop the same number of times: prepare the loader (even_batches=True), or put "
+    "the loop into accelerator.join_uneven_inputs([model]) or, without an Accelerator, into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = "Every rank must take part in the same collectives: look for the code that delays the rank."

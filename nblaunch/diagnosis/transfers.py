@@ -174,6 +174,6 @@ _MISSING = "Each recv needs a send of its peer, with the same group and tag, and
 _SIZES = "A recv needs a tensor of the same type and size as its send."
 _TAGS = "A send and its recv need the same tag."
 _CIRCLE = (
-    "No rank can continue: let some ranks send while the others receive, or start all transfers at once with "
-    "batch_isend_irecv."
+    "No rank can continue: let some ranks send while the others receive, or start all transfers together "
+    "with batch_isend_irecv."
 )

@@ -195,7 +195,7 @@ class JobRequests:
         self._wake()
 
     def take_signals(self) -> list[int]:
-        """Return the signals to pass on since the last call."""
+        """Return the signals to pass on that have arrived since the last call."""
         return list(_popped(self._signals.popleft))
 
     def cancel_without(self, owner: object) -> None:
@@ -266,7 +266,7 @@ class JobRequests:
 
 
 def _popped(pop: Callable[[], _Item]) -> Iterator[_Item]:
-    """Remove and yield all items; other threads may do the same at the same time."""
+    """Remove and yield all items, even while other threads do the same."""
     while True:
         try:
             yield pop()

@@ -222,7 +222,7 @@ class JobRunner(Job):
             self._end(self._run_to_the_end())
 
     def _run_to_the_end(self) -> JobOutcome:
-        # No variable holds the outcome, because the traceback of an inline function's error refers to this frame.
+        # Do not store the outcome in a variable, because an inline function's traceback refers to this frame.
         try:
             return self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:

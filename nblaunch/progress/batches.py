@@ -1,6 +1,6 @@
 """Batches of any library: their sizes, and the digests that ranks use to compare what they read.
 
-Only lists, tuples and mappings are searched for tensors, because a user's class may run arbitrary code when read.
+Only lists, tuples and mappings are searched for tensors, because reading another object could run any code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports a loop without nblaunch's Accelerator whose ranks all train on the same samples.
+"""Reports loops without nblaunch's Accelerator in which all ranks train on the same samples.
 
 The type of a loader or sampler proves nothing, because a dataset may contain only the rank's share. Ranks
 therefore compare what they read and compute in the first backward passes:

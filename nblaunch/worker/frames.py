@@ -1,5 +1,5 @@
-"""The frames of a worker: those that another of its threads reads for the user's line and variables, and those that
-Python's ``traceback`` module shows."""
+"""The frames of a worker: another thread reads them to find the user's line and variables, and Python's
+``traceback`` module shows them."""
 
 from __future__ import annotations
 

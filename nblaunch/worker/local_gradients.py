@@ -89,7 +89,7 @@ class LocalGradients:
         self._values += [(_NUM_PARAMETERS, values) for address, values in reduced if address in addresses]
 
     def take(self) -> str | None:
-        """Return the numbers since the last call as text; None if ranks exchanged nothing, or only zeros."""
+        """Return the numbers since the last call as text; None if they are all zero, or not all finite."""
         values, self._values = sorted(self._values), []
         flat = [number for _, numbers in values for number in numbers]
         if not any(flat) or not all(map(math.isfinite, flat)):

@@ -292,7 +292,7 @@ class _Tail:
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
 
     def _check_values(self, values: _Column) -> None:
-        """Raise ValueError if any rank's value may have one item per sample: rows, or an object such as a set."""
+        """Raise ValueError if a rank's value may have one item per sample: rows, or items of a sized object."""
         per_rank = self.completed // self.num_ranks
         is_of_ranks = isinstance(values, _PerRank)
         for value in values:

@@ -84,7 +84,7 @@ def capture_states(backend: Backend) -> dict[str, Any]:
 
 
 def capture_cpu_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global generators of the CPU."""
+    """Return the states of the global CPU generators of Python, NumPy and torch."""
     legacy: Any = numpy.random.get_state()
     kind, keys, *rest = legacy
     return {

@@ -149,7 +149,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any]) -> None:
     epochs.is_resuming = position is not None
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         if generator is torch.default_generator and position is not None:
-            # The checkpoint stores its later state separately.
+            # The checkpoint stores the later state of this generator separately.
             epochs.global_start["torch_manual_seed"] = saved
         else:
             generator.set_state(saved.cpu())

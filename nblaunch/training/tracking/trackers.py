@@ -392,7 +392,7 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class _RunTracker(GeneralTracker):
-    """Base class of trackers for services: a run that logs and finishes.
+    """Base class of trackers for services, whose runs log values and are finished at the end.
 
     Args:
         run_name: the project's name.

@@ -163,7 +163,7 @@ class Finder:
                 self.modules.append(Variable(text, lambda: module, lambda _: has_changed()))
 
     def _attributes(self, value: Any) -> dict[str, Any]:
-        """Return the attributes of an object, of a function or of the user's class; none for other definitions."""
+        """Return the attributes of an object, a function or the user's class; none for other definitions."""
         if isinstance(value, FunctionType):
             return dict(vars(value)) if _has_own_attributes(value) else {}
         left_out: tuple[type, ...] = (ModuleType, MethodType, Enum)

@@ -48,7 +48,7 @@ _RESULT = re.compile(
     r"result|reward|rmse|score|stat|accurac(y|ie)|average|histories|perplexity|prediction|shadow)s?(_|$)|[a-z]_$",
     re.IGNORECASE,
 )
-"""Names of results. scikit-learn ends the names of what it has learnt with ``_``."""
+"""Names of results; the names of scikit-learn's learnt attributes end with ``_``."""
 _FOR_ITSELF = re.compile(
     r"_|.*(cache|memo|lock|seen|regist)|(device|rank|model|scaler|pool|logger|batch|inputs?|labels?|targets?)$",
     re.IGNORECASE,

@@ -21,7 +21,7 @@ covered: set[str] = set()
 
 
 def contract(kind: str, *, is_slow: bool = False) -> Callable[[Any], Any]:
-    """Return a decorator for the test of the row ``kind`` of the tables; the test takes ``start_method``.
+    """Return a decorator for the test of the row ``kind``; the test takes ``start_method``.
 
     Args:
         kind: name of the row.
