@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
@@ -124,7 +125,10 @@ class JobOutcome:
         tb = self._traceback
         if self.error is None or tb is None or is_of_rank(tb.tb_frame):
             return self
-        copied = rebuild(describe_failure(0, self.error))
+        failed = describe_failure(0, self.error)
+        # Frames that are made in this thread would refer to its other frames, and IPython's hold the original error.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            copied = thread.submit(rebuild, failed).result()
         return replace(self, error=copied, _traceback=copied.__traceback__)
 
     def released(self) -> JobOutcome:

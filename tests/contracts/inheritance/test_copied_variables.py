@@ -289,7 +289,7 @@ def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_me
     }
     (note,) = {line for line in shown.splitlines() if "only modules in args come back" in line}
     assert note.partition("changes ")[2].partition(" only in the workers")[0] == (
-        "average (AveragedModel), statistics (BatchNorm1d)"
+        "average (AveragedModel) and statistics (BatchNorm1d)"
     )
 
 
