@@ -88,7 +88,7 @@ def test_pdb_sets_variables_of_the_function(shared: Kernel) -> None:
 )
 def test_other_calls_of_pdb_are_breakpoints(shared: Kernel, before: str, call: str, method: str) -> None:
     shared.run(f"{before}\ndef add(total):\n    {call}\n    return total + 1")
-    launch = f"notebook_launcher(add, (4,), num_processes=2, start_method={method!r}, dashboard='text')"
+    launch = f"notebook_launcher(add, (4,), num_processes=1, start_method={method!r}, dashboard='text')"
     cell = shared.submit(launch, is_typed_into=True)
     for line in ("p total * 100", "total = 6", "c"):
         cell.type(line)

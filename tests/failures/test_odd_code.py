@@ -213,7 +213,7 @@ notebook_launcher(train, num_processes=2)
         raises="RuntimeError",
     )
     assert "ValueError was raised from KeyError: 'lr' (cell " in cell.raised.text, cell.describe()
-    assert "], line 4)" in cell.raised.text
+    assert ", line 4)" in cell.raised.text
     assert cell.raised.lines.count("ValueError: no settings") == 1
     assert (
         cell.raised.lines[cell.raised.lines.index("ValueError: no settings") + 1] == "seen in settings.yaml"

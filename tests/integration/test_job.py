@@ -33,7 +33,7 @@ def test_a_background_job_leaves_the_kernel_free(shared: Kernel) -> None:
     cell = shared.run(
         "path = gate('one'); job = notebook_launcher(train, (path, 5), 1, background=True); job", timeout_s=20
     )
-    assert "train on 1 cpu workers, running" in (cell.result or "")
+    assert "train on 1 cpu worker, running" in (cell.result or "")
     assert shared.run("model = nn.Linear(3, 3); model(torch.ones(3)).shape[0]").result == "3"
     timed_out = shared.run("job.wait(0.05)", raises="TimeoutError")
     assert "0.05" in timed_out.raised.value

@@ -252,7 +252,7 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     warnings = shown.partition("warning: ")[2]  # line of the summary
     assert f"NBLAUNCH_CHECKS=-{name} silences" in warnings
     assert warnings.count("NBLAUNCH_CHECKS") == 1
-    assert f"], line {line})" in warnings
+    assert f", line {line})" in warnings
     ranks = "rank 2 differs from ranks 0 and 1" if subject == "weights" else "ranks 0-2"
     assert f"({'rank 0 differs from ranks 1 and 2' if name == 'steps_on_some_ranks' else ranks}, " in warnings
 

@@ -53,7 +53,7 @@ def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor |
     assert "args[1] (Sequential)" in line
     assert "not loaded" in line
     assert reason in line
-    assert "weights()[1] of the job" in line
+    assert "weights()[1]" in line
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -111,7 +111,7 @@ def test_one_mismatch_does_not_block_others() -> None:
     paths, lines, warnings = load_back(modules, states, {})
     assert paths == {"args[0][1]"}
     assert len(lines) == 1
-    assert "weights()['args[0][0]'] of the job" in warnings[0]
+    assert "weights()['args[0][0]']" in warnings[0]
 
 
 def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:

@@ -250,7 +250,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "on")
     assert PartialState().debug
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "maybe")
-    with pytest.raises(ValueError, match=r"ACCELERATE_DEBUG_MODE='maybe': .*true.*false"):
+    with pytest.raises(ValueError, match=r"ACCELERATE_DEBUG_MODE='maybe' .*true.*false"):
         _ = PartialState().debug
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
     context.take()
