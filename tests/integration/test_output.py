@@ -350,7 +350,7 @@ notebook_launcher(train, num_processes=1, start_method={method!r})
     )
     lines = [line.removeprefix("[0] ") for line in cell.stdout.splitlines()]
     assert "own ['train']" in lines, cell.describe()
-    assert "    return torch.sqrt(x - 2)" in lines
+    assert "    return torch.sqrt(x - 2)" in lines, cell.stdout
     assert "the end" in lines
     assert len(lines) < 30, cell.stdout
 
