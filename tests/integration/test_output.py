@@ -333,10 +333,11 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
 def test_printed_stacks_begin_with_the_function(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
-import logging, torch, traceback
+import logging, torch, traceback, warnings
 def root(x):
     return torch.sqrt(x - 2)
 def train():
+    warnings.simplefilter("always")  # anomaly detection warns, and an earlier cell may have hidden warnings
     traceback.print_stack()
     logging.getLogger("mine").error("here", stack_info=True)
     print("own", [step.name for step in traceback.extract_stack(limit=5)])
