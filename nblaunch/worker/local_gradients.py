@@ -39,7 +39,7 @@ class LocalGradients:
         self._wrapped = wrapped
         self._values: list[tuple[int, list[float]]] = []  # place, numbers
         self._reduced: list[tuple[int, list[float]]] = []  # address, numbers
-        self._handles: list[Any] = []
+        self._hooked: list[tuple[Any, Any]] = []  # parameter, handle of its hook
 
     def begin_pass(self) -> None:
         """Watch the backward pass that follows, and the exchanges after it."""
@@ -53,14 +53,16 @@ class LocalGradients:
             trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
             step = max(1, len(trained) // _NUM_PARAMETERS)
             for parameter in trained[::step][:_NUM_PARAMETERS]:
-                note = partial(self._note, len(self._handles))
-                self._handles.append(parameter.register_hook(_harmless(note)))
+                note = partial(self._note, len(self._hooked))
+                self._hooked.append((parameter, parameter.register_hook(_harmless(note))))
 
     def end_pass(self) -> None:
         """Remove the hooks of the backward pass."""
-        for handle in self._handles:
+        for parameter, handle in self._hooked:
             handle.remove()
-        self._handles.clear()
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None  # an empty dictionary would cost time in all later passes
+        self._hooked.clear()
 
     def end(self) -> None:
         """Stop watching."""
