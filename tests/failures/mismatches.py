@@ -92,7 +92,9 @@ class Mismatch:
         first = explanation.partition("\n")[0]
         found = [text for text in self.says if text not in explanation]
         lines = {*self.lines("fault"), *self.lines("others")}
-        found += [f"line {line}" for line in lines if not re.search(rf"line {line}\b", explanation)]
+        # Where the traceback ends at the only line, the explanation need not repeat it.
+        text = f"{explanation}\n{shown}"
+        found += [f"line {line}" for line in lines if not re.search(rf"line {line}\b", text)]
         accused = set(map(int, _HEADLINE.findall(shown)))
         if not _named(first) | accused >= set(self.faulty):
             found.append(f"ranks {self.faulty} in the headline: {first}")
