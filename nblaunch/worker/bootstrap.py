@@ -302,7 +302,8 @@ class _Worker:
         """Explain slow imports on the first rank only, because all ranks import the same packages."""
         if self.assignment.rank == 0:
             is_fresh = self.files is None or missing_names.is_fresh_process()
-            import_times.watch(is_fresh, self._note)
+            # A script's ranks have no kernel in which the user could import something before the launch.
+            import_times.watch(is_fresh or self.assignment.is_script, self._note)
 
     def _prepare_debugger(self) -> None:
         """Let the kernel inspect this worker within the limits that the launch sets."""

@@ -41,7 +41,7 @@ def watch(is_fresh: bool, report: Callable[[str], None]) -> None:
     """Report slow imports of this process from now on, but not of processes that it forks.
 
     Args:
-        is_fresh: whether this process has inherited no imports from the kernel.
+        is_fresh: whether this process can't inherit imports, because it is a fresh process or runs a script.
         report: receives a sentence for each of the first few slow imports.
     """
     if not env.is_check_off(CHECK):
@@ -140,7 +140,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         self._num_reports += 1
         importer = f" (imported by {package.importer})" if package.importer else ""
         advice = (
-            "each worker imports it, because workers are fresh processes"
+            "each worker imports it, because there is no earlier import to inherit"
             if self._is_fresh
             else f"import {package.name} before the launch, so that workers inherit it"
         )
