@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nblaunch import formatting
-from nblaunch.diagnosis.disagreements import Explanation, condition_of, described, outside_majority, places
+from nblaunch.diagnosis.disagreements import (
+    Explanation,
+    condition_of,
+    described,
+    outside_majority,
+    places,
+    sides_in_words,
+)
 from nblaunch.wire.collective_calls import BACKWARD, FORWARD, Call, RankCalls
 
 _Calls = Mapping[int, RankCalls]
@@ -69,13 +76,7 @@ def _fewer_forwards(calls: _Calls, forwards: Mapping[int, Mapping[int, Call]]) -
 def _explain_forward(
     number: int, in_step: Mapping[int, Call], texts: Mapping[int, str], advice: str
 ) -> Explanation:
-    grouped = formatting.ranks_by_text(texts)
-    faulty = outside_majority(list(grouped.values())) or ()
-    ordered = sorted(grouped.items(), key=lambda item: not set(item[1]) <= set(faulty))
-    shown = "; ".join(
-        f"{formatting.ranks(ranks)} {text} ({places([in_step[rank] for rank in ranks])})"
-        for text, ranks in ordered
-    )
+    shown, faulty = sides_in_words(texts, in_step)
     return Explanation(f"forward {number} of DistributedDataParallel: {shown}", faulty, (), advice)
 
 

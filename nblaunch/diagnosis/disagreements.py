@@ -290,6 +290,23 @@ def outside_majority(sides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     return tuple(sorted(rank for ranks in sides if ranks is not largest for rank in ranks))
 
 
+def sides_in_words(texts: Mapping[int, str], calls: Mapping[int, Call]) -> tuple[str, tuple[int, ...]]:
+    """Return what each side does and where, the ranks at fault first, and these ranks; none if there is no majority.
+
+    Args:
+        texts: rank -> what it does; ranks with the same text are a side.
+        calls: rank -> its call.
+    """
+    sides = formatting.ranks_by_text(texts)
+    faulty = outside_majority(list(sides.values())) or ()
+    ordered = sorted(sides.items(), key=lambda side: not set(side[1]) <= set(faulty))
+    shown = (
+        f"{formatting.ranks(ranks)} {text} ({places(calls[rank] for rank in ranks)})"
+        for text, ranks in ordered
+    )
+    return "; ".join(shown), faulty
+
+
 def _faulty(sides: Sides) -> tuple[int, ...]:
     """Return the ranks outside the majority; if there is none, the ranks on a line that only some ranks reach."""
     minority = outside_majority([ranks for ranks, _ in sides])

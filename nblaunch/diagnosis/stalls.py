@@ -23,6 +23,7 @@ from nblaunch.diagnosis.disagreements import (
     num_batches,
     outside_majority,
     places,
+    sides_in_words,
 )
 from nblaunch.diagnosis.source_blocks import Loop, condition_on_rank, loop_around
 from nblaunch.diagnosis.stacks import Position
@@ -336,14 +337,9 @@ def _new_groups(standing: Standing, sides: Sequence[_Side]) -> Explanation | Non
     }
     for number in sorted(set.intersection(*map(set, by_rank.values()))):
         created = {rank: calls[number] for rank, calls in by_rank.items()}
-        grouped = formatting.ranks_by_text({rank: _what(call) for rank, call in created.items()})
-        if len(grouped) > 1:
-            faulty = outside_majority(list(grouped.values())) or ()
-            ordered = sorted(grouped.items(), key=lambda item: not set(item[1]) <= set(faulty))
-            shown = "; ".join(
-                f"{formatting.ranks(ranks)} {text} ({places(created[rank] for rank in ranks)})"
-                for text, ranks in ordered
-            )
+        texts = {rank: _what(call) for rank, call in created.items()}
+        if len(set(texts.values())) > 1:
+            shown, faulty = sides_in_words(texts, created)
             return Explanation(f"new group {number}: {shown}", faulty, (), _GROUPS)
     return None
 
