@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
@@ -192,6 +192,42 @@ def is_own(instance: Any) -> bool:
     return vars(instance).get(_OWNER) == os.getpid()
 
 
+def note_inherited_use(cls: type, methods: Iterable[str], note: Callable[[], None]) -> None:
+    """Call ``note`` once: before a method of an object that this process has inherited runs for the first time.
+
+    Args:
+        cls: the class of a library, whose objects are marked as own from now on.
+        methods: names of the methods; those that this release of the library lacks are skipped.
+        note: called without arguments.
+    """
+    has_noted = False
+
+    def note_use(instance: Any) -> None:
+        nonlocal has_noted
+        if not has_noted and not is_own(instance):
+            has_noted = True
+            note()
+
+    call_before(cls, "__init__", mark_as_own)
+    for name in methods:
+        if hasattr(cls, name):
+            call_before(cls, name, note_use)
+
+
+def find_elsewhere(fullname: str, searched: set[str]) -> ModuleSpec | None:
+    """Find a module through all finders except the one that calls, for a finder that only observes imports.
+
+    Args:
+        fullname: name of the module.
+        searched: names that the calling finder is looking for; it must return None for them.
+    """
+    searched.add(fullname)
+    try:
+        return importlib.util.find_spec(fullname)
+    finally:
+        searched.discard(fullname)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when no
     changes are left.
@@ -207,11 +243,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self.changes or fullname in self._searched:
             return None
-        self._searched.add(fullname)  # find_spec() below calls all finders, including this one
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searched.discard(fullname)
+        spec = find_elsewhere(fullname, self._searched)
         if spec is not None and spec.loader is not None:
             self._finish_after(spec.loader)
         return spec

@@ -11,7 +11,6 @@ microseconds to an import, because it covers packages but not their modules.
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from time import monotonic
 from types import ModuleType
 from typing import Any
 
-from nblaunch import env, formatting
+from nblaunch import env, formatting, packages
 from nblaunch.user_code import is_own_file, is_user_file
 
 CHECK = "slow_imports"
@@ -81,11 +80,7 @@ class _Watch(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if "." in fullname or fullname in self._searched or fullname in sys.modules or not self._is_here():
             return None
-        self._searched.add(fullname)  # find_spec() below calls all finders, including this one
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searched.discard(fullname)
+        spec = packages.find_elsewhere(fullname, self._searched)
         if spec is not None and type(spec.loader) in _LOADERS:
             self._measure(spec.loader, _Import(fullname))
         return spec

@@ -39,16 +39,4 @@ def watch(warn: Callable[[str], None]) -> None:
 
 
 def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
-    cls = module.InMemoryStorage
-    has_warned = False
-
-    def report(storage: Any) -> None:
-        nonlocal has_warned
-        if not has_warned and not packages.is_own(storage):
-            has_warned = True
-            warn(_LOST)
-
-    packages.call_before(cls, "__init__", packages.mark_as_own)
-    for name in _WRITES:
-        if hasattr(cls, name):
-            packages.call_before(cls, name, report)
+    packages.note_inherited_use(module.InMemoryStorage, _WRITES, functools.partial(warn, _LOST))

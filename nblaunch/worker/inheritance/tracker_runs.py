@@ -127,14 +127,4 @@ def _flush(run: Any) -> None:
 
 def _report_comet(warn: Callable[[str], None], module: Any) -> None:
     """Warn when this worker first sends a message to an experiment of the kernel."""
-    cls = module.CometExperiment
-    has_warned = False
-
-    def report(experiment: Any) -> None:
-        nonlocal has_warned
-        if not has_warned and not packages.is_own(experiment):
-            has_warned = True
-            warn(_LOST)
-
-    packages.call_before(cls, "__init__", packages.mark_as_own)
-    packages.call_before(cls, "_enqueue_message", report)
+    packages.note_inherited_use(module.CometExperiment, ["_enqueue_message"], partial(warn, _LOST))
