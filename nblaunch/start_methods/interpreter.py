@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nblaunch import attached_debugger, backends, env, installation
 from nblaunch.errors import LaunchError
@@ -128,41 +129,30 @@ def start_program(
         folder = _working_folder(None if call is None else call.folder)
         if environment is None:
             environment = env.snapshot() if call is None else call.environment
+        start = partial(_start, message_fd, folder, reads_input)
         try:
-            return _start(program, message_fd, fds, folder, environment, reads_input)
+            return start(program, fds, environment)
         except OSError as error:
             if error.errno != errno.E2BIG:
                 raise
-        return _start_with_large_environment(program, message_fd, fds, folder, environment, reads_input)
+        # The system has no room for all variables; the program sets the rest before anything else.
+        small, rest = env.split_by_size(environment)
+        rest_fd = _written("nblaunch-environment", rest)
+        try:
+            return start(_REST.format(fd=rest_fd) + program, {*fds, rest_fd}, small)
+        finally:
+            os.close(rest_fd)
     finally:
         os.close(message_fd)
 
 
-def _start_with_large_environment(
-    program: str,
-    message_fd: int,
-    fds: set[int],
-    folder: str | None,
-    environment: Mapping[str, str],
-    reads_input: bool,
-) -> subprocess.Popen[bytes]:
-    """Start with as many variables as the system has room for; the program sets the rest before anything else."""
-    small, rest = env.split_by_size(environment)
-    rest_fd = _written("nblaunch-environment", rest)
-    try:
-        program = _REST.format(fd=rest_fd) + program
-        return _start(program, message_fd, {*fds, rest_fd}, folder, small, reads_input)
-    finally:
-        os.close(rest_fd)
-
-
 def _start(
-    program: str,
     message_fd: int,
-    fds: set[int],
     folder: str | None,
-    environment: Mapping[str, str],
     reads_input: bool,
+    program: str,
+    fds: set[int],
+    environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     # Otherwise an interrupt would print the traceback of an unfinished import into the cell.
     with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
