@@ -94,6 +94,8 @@ class ProcessContext:
     def observe(self, check: str, problem: str, advice: str, frame: FrameType | None, **more: Any) -> None:
         """Send the observation of a check, with the line of the user's code that ``frame`` is running.
 
+        A check that the user has turned off sends nothing.
+
         Args:
             check: name of the check.
             problem: as in :class:`Observation`.
@@ -101,6 +103,8 @@ class ProcessContext:
             frame: the user's frame; None = unknown.
             **more: further arguments of :class:`Observation`.
         """
+        if env.is_check_off(check):
+            return
         place: dict[str, Any] = (
             {} if frame is None else {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
         )

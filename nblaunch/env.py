@@ -59,9 +59,21 @@ def _as_one_of(text: str, choices: Sequence[str]) -> str:
     return text
 
 
+CHECKS = (
+    "clipping_after_step", "clipping_scaled_gradients", "collectives_differ", "epoch_not_set", "equal_noise",
+    "evaluation_in_train_mode", "gradients_not_cleared", "learning_rates_differ", "loaders_in_different_orders",
+    "loss_divided_twice", "loss_scale_collapsed", "metric_of_one_share", "nan_on_one_rank", "no_optimizer_steps",
+    "optimizer_without_gradients", "parameters_without_gradients", "repeated_training", "replicas_differ", "same_file",
+    "same_samples", "samples_in_other_orders", "scheduler_per_epoch", "scheduler_per_micro_step", "shared_pipe",
+    "slow_imports", "slow_steps", "statistics_differ", "steps_on_some_ranks", "training_in_eval_mode",
+    "zero_learning_rate",
+)  # fmt: skip
+"""Names of all checks, which ``NBLAUNCH_CHECKS`` can turn off."""
+
+
 def _as_skipped_checks(text: str) -> frozenset[str]:
     names = frozenset(text.lower().replace(",", " ").split())
-    if not (names <= {"on", "off"} or all(name.startswith("-") for name in names)):
+    if names not in ({"on"}, {"off"}) and not names <= {f"-{name}" for name in CHECKS}:
         raise ValueError(text)
     return names
 
@@ -71,7 +83,10 @@ def _one_of(*choices: str) -> VariableType:
 
 
 _TEXT = VariableType(str, "text")
-_SKIPPED_CHECKS = VariableType(_as_skipped_checks, "on, off, or names after a minus, as in -replicas_differ")
+_SKIPPED_CHECKS = VariableType(
+    _as_skipped_checks,
+    f"on, off, or names after a minus, as in -replicas_differ,-same_file; the names are {', '.join(CHECKS)}",
+)
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
@@ -184,7 +199,13 @@ def check() -> None:
 
 
 def is_check_off(name: str) -> bool:
-    """Return whether the user has turned off a check, or all checks, with ``NBLAUNCH_CHECKS``."""
+    """Return whether the user has turned off a check, or all checks, with ``NBLAUNCH_CHECKS``.
+
+    Raises:
+        KeyError: ``name`` is not in :data:`CHECKS`.
+    """
+    if name not in CHECKS:
+        raise KeyError(name)
     return bool({"off", f"-{name}"} & read("NBLAUNCH_CHECKS"))
 
 

@@ -47,6 +47,19 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+@pytest.mark.parametrize("text", ["-nosuch", "-same_file,-nosuch", "same_file", "off,on", "off -same_file"])
+def test_unknown_checks_are_rejected_with_the_list_of_names(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "-Same_File, -replicas_differ")
+    env.check()
+    monkeypatch.setenv("NBLAUNCH_CHECKS", text)
+    with pytest.raises(ValueError, match=f"NBLAUNCH_CHECKS='{text}'.*same_file.*zero_learning_rate"):
+        env.check()
+    with pytest.raises(KeyError):
+        env.is_check_off("nosuch")
+
+
 @pytest.mark.parametrize("text", ["-1", "-4,2", "many", ",2"])
 def test_impossible_thread_counts_are_rejected(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4,-2")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nblaunch import context, env
+from nblaunch import context
 from nblaunch.errors import user_frame
 from nblaunch.events import EpochEnded
 from nblaunch.progress.board_reports import BusyTime, Loop, LoopStack, LossReport
@@ -68,8 +68,6 @@ def get_reports() -> Reports:
 
 def _report_nan(step: int) -> None:
     """Send the first step after which all losses of this rank are NaN; the launcher compares the ranks' steps."""
-    if env.is_check_off(NAN_CHECK):
-        return
     frame = user_frame()
     context.current().observe(
         NAN_CHECK,

@@ -18,7 +18,6 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.context import ProcessContext
-from nblaunch.events import Observation
 from nblaunch.progress import batches
 from nblaunch.user_code import innermost_user_frame
 
@@ -133,20 +132,15 @@ class SameSamples:
         )
 
     def _report(self, check: str, problem: str, advice: str, value: tuple[Any, ...], judged_by: str) -> None:
-        frame = innermost_user_frame()
-        self._here.emit(
-            Observation(
-                self._here.topology.rank,
-                check=check,
-                problem=problem,
-                advice=advice,
-                step=self._num_passes,
-                value=value,
-                judged_by=judged_by,
-                filename="" if frame is None else frame.f_code.co_filename,
-                lineno=0 if frame is None else frame.f_lineno,
-                is_hint=check == HINT,
-            )
+        self._here.observe(
+            check,
+            problem,
+            advice,
+            innermost_user_frame(),
+            step=self._num_passes,
+            value=value,
+            judged_by=judged_by,
+            is_hint=check == HINT,
         )
 
 

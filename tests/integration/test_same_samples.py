@@ -144,13 +144,16 @@ def test_ranks_that_train_on_the_same_samples_are_reported(shared: Kernel, name:
 
 @pytest.mark.alarms("samples_in_other_orders")
 def test_ranks_that_shuffle_the_same_samples_differently_get_a_hint(shared: Kernel) -> None:
-    cell = launched(
-        shared,
-        "model = ddp(); torch.manual_seed(dist.get_rank()); loop(model, DataLoader(DATA, 8, shuffle=True))",
-    )
+    body = "model = ddp(); torch.manual_seed(dist.get_rank()); loop(model, DataLoader(DATA, 8, shuffle=True))"
+    cell = launched(shared, body)
     assert "1 hint about the training loop (samples_in_other_orders)" in cell.shown
     (hint,) = shared.run("nblaunch.last_job().hints()").value
     assert "ranks train on the same samples, each in its own order (ranks 0 and 1, " in hint
+    shared.run("os.environ['NBLAUNCH_CHECKS'] = '-samples_in_other_orders'")
+    try:
+        assert "hint" not in launched(shared, body).shown
+    finally:
+        shared.run("del os.environ['NBLAUNCH_CHECKS']")
 
 
 RIGHT = {
