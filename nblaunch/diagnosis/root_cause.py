@@ -21,8 +21,7 @@ _MEANINGS = {
     "SIGABRT": "Native code aborted. Its message is in the last lines or in the complete log; with "
     "NCCL_DEBUG=INFO in the environment, NCCL prints more.",
     "SIGTERM": "Another process ended it: a kill command, or a batch system or container that reached its "
-    "time or memory limit. Raise that limit, or save checkpoints (accelerator.save_state) and "
-    "launch with max_restarts=1.",
+    "time or memory limit. Raise that limit, or save checkpoints and launch with max_restarts=1.",
 }
 
 _UNKNOWN_STATUS = (

@@ -34,10 +34,7 @@ StateDicts = dict[ArgPath, dict[str, Any]]
 """Argument path -> state dict."""
 
 _MAX_SEARCHED = 1000  # parts of a return value
-_KEEP_ADVICE = (
-    "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
-    "accelerator.save_state()"
-)
+_KEEP_ADVICE = "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints"
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Delivery:
         """
         if in_shards and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
-                "each rank holds a shard of it. Save it with accelerator.save_state() and continue with load_state()"
+                "each rank holds a shard of it. Save it inside the function, for example with accelerator.save_state()"
             )
         return self._outbox.put_state(path, self._optimizers[path].state_dict(), {})
 

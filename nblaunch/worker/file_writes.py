@@ -119,15 +119,16 @@ class FileWrites:
         if users is None or not isinstance(path, str) or path.startswith(_NO_FILES) or _holds_lock(self._pid):
             return None
         self._num_left -= 1
+        here = context.current()
+        test = "accelerator.is_main_process" if here.training is not None else "rank == 0"
         return Observation(
             self._rank,
             check=CHECK,
             problem=f"several ranks write the file {os.path.basename(path)} at the same time, so its contents "
             "depend on timing",
-            advice="Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own "
-            "file",
+            advice=f"Write it on one rank only (`if {test}:`), or give each rank its own file",
             step=self._slot.num_updates,
-            value=(path, context.current().num_commands, self._num_collectives(), contents),
+            value=(path, here.num_commands, self._num_collectives(), contents),
             judged_by="together",
             filename=users.f_code.co_filename,
             lineno=users.f_lineno,

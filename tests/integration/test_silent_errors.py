@@ -254,6 +254,9 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert f", line {line})" in warnings
     ranks = "rank 2 differs from ranks 0 and 1" if subject == "weights" else "ranks 0-2"
+    if name == "same_file":
+        test = "accelerator.is_main_process" if "prepared()" in program else "rank == 0"
+        assert f"Write it on one rank only (`if {test}:`)" in warnings
     assert f"({'rank 0 differs from ranks 1 and 2' if name == 'steps_on_some_ranks' else ranks}, " in warnings
 
 
