@@ -12,6 +12,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -192,26 +193,39 @@ def is_own(instance: Any) -> bool:
     return vars(instance).get(_OWNER) == os.getpid()
 
 
-def note_inherited_use(cls: type, methods: Iterable[str], note: Callable[[], None]) -> None:
-    """Call ``note`` once: before a method of an object that this process has inherited runs for the first time.
+_acting = threading.RLock()
+"""Held while an object is made usable, because several threads may start to use it at the same moment."""
+
+os.register_at_fork(after_in_child=_acting._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def before_first_use(
+    cls: Any, methods: Iterable[str], act: Callable[[Any], None], *, includes_new: bool = False
+) -> None:
+    """Call ``act(instance)`` once before the methods of an object that this process has inherited, then mark it as own.
+
+    Other threads that use the object wait meanwhile.
 
     Args:
-        cls: the class of a library, whose objects are marked as own from now on.
+        cls: a class of a library.
         methods: names of the methods; those that this release of the library lacks are skipped.
-        note: called without arguments.
+        act: called with the object.
+        includes_new: whether to do the same with objects that this process creates from now on.
     """
-    has_noted = False
 
-    def note_use(instance: Any) -> None:
-        nonlocal has_noted
-        if not has_noted and not is_own(instance):
-            has_noted = True
-            note()
+    def act_once(instance: Any) -> None:
+        if is_own(instance):
+            return
+        with _acting:
+            if not is_own(instance):
+                act(instance)
+                mark_as_own(instance)
 
-    call_before(cls, "__init__", mark_as_own)
+    if not includes_new:
+        call_before(cls, "__init__", mark_as_own)
     for name in methods:
         if hasattr(cls, name):
-            call_before(cls, name, note_use)
+            call_before(cls, name, act_once)
 
 
 def find_elsewhere(fullname: str, searched: set[str]) -> ModuleSpec | None:

@@ -39,7 +39,7 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
-from nblaunch.worker.inheritance import child_processes, kernel_threads, random_states
+from nblaunch.worker.inheritance import random_states, threads_and_children
 from nblaunch.worker.inheritance.files import KernelFiles
 
 
@@ -79,8 +79,7 @@ def _prepare(call: FunctionCall, assignments: Sequence[Assignment]) -> list[Assi
     early_imports.plan_for(call)
     early_imports.finish()
     is_paused = pause_pools()
-    kernel_threads.remember()
-    child_processes.remember()
+    threads_and_children.remember()
     parent_pid = os.getpid()
     return [replace(each, parent_pid=parent_pid, restricts_threads=not is_paused) for each in assignments]
 

@@ -74,8 +74,6 @@ from nblaunch.worker.inheritance import (
     lost_changes,
     missing_names,
     queues,
-    shared_pipes,
-    studies,
     tracker_runs,
     unfinished_files,
 )
@@ -287,13 +285,12 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _watch_objects_of_kernel(self) -> None:
-        """Repair or report the use of the kernel's studies, tracker runs, files and connections."""
-        studies.watch(self._warn)
+        """Repair or report the use of the kernel's tracker runs, files and connections."""
         tracker_runs.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
             connections.renew(closed.union(self.files.channels.values()))
-            shared_pipes.watch(frozenset(self.files.channels.values()))
+            connections.watch_pipes(frozenset(self.files.channels.values()))
             self.files.watch(self.assignment.rank, self.locks, self._warn)
         else:
             unfinished_files.reject_writes_to_copies()
@@ -352,7 +349,7 @@ class _Worker:
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
             of_names = missing_names.explain(error)
-            of_processes = (*shared_pipes.explain(error), *libraries.explain_launcher(error))
+            of_processes = (*connections.explain_process(error), *libraries.explain_launcher(error))
             of_device = backends.find(self.assignment.backend).explain_failure(error)
             return *of_connections, *of_names, *of_processes, *of_device
         except Exception as broken:

@@ -200,7 +200,7 @@ def test_files_of_nblaunch_are_left_out_under_every_descriptor(
 ) -> None:
     fd = opened(path)
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # has its own descriptor
-        own = positions.identities([fd])
+        own = {positions.identity(fd)}
         assert not [
             file for file in positions.OpenDescriptors.of_this_process(own).files if file.name == str(path)
         ]

@@ -18,17 +18,16 @@ lost_changes.py   names variables of the notebook that the function fills or ass
 new_modules.py    finds modules that the function puts into the notebook's objects, as a library's fit does
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
-child_processes.py  lets workers query programs that the kernel has started
-connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; finds
-                  the kernel's Ray cluster
+connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; reports
+                  reads of several ranks from one pipe to a process of the kernel; finds the kernel's Ray cluster
 random_states.py  gives workers the kernel's random states, then advances them in the kernel
 files.py          files that the kernel has open, with positions.py and written_files.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 pools.py          recreates pools of the standard library and joblib, and restarts data loaders, when a worker uses them
 queues.py         waits until others have read the values that the function put into multiprocessing queues
-shared_pipes.py   reports reads of several ranks from one pipe to a process of the kernel
-studies.py        reports writes to copies of optuna studies
-tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb and trackio; reports what Comet's would lose
-kernel_threads.py restarts log listeners, and reports joins of threads that the fork left behind
+tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb and trackio; reports what Comet's and optuna's
+                  would lose
+threads_and_children.py  restarts log listeners, reports joins of threads that the fork left behind, and lets workers
+                  query programs that the kernel has started
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
 """

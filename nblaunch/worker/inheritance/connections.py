@@ -1,4 +1,4 @@
-"""Connections that the kernel has open when it forks workers.
+"""Connections and pipes that the kernel has open when it forks workers.
 
 A fork copies the descriptor of a connection. All ranks then write requests into one stream, and each byte of a reply
 reaches only one of them, so a rank may get the reply to another rank's request.
@@ -14,6 +14,10 @@ Connections to the kernel itself and to programs that it has started stay shared
 expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the
 kernel also stay shared.
 
+Pipes to processes that the kernel has started, such as environments for reinforcement learning, also stay shared. Each
+rank reports the first pipe of this kind that it reads from. The launcher warns if all ranks read from the same one.
+Pipes in one direction are left out: queues use them, with a lock, and several readers are their purpose.
+
 Ray's connections, and the gRPC threads inside its libraries, belong to one process. A fork that uses them crashes the
 kernel, or the machine-wide daemon. A connected process therefore never forks workers; fresh workers connect to the
 kernel's cluster themselves. Nothing here imports Ray.
@@ -27,15 +31,23 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from traceback import walk_tb
 from typing import Any
 
-from nblaunch import formatting, packages
+from nblaunch import context, env, formatting, packages
 from nblaunch.host.sockets import Connection
+from nblaunch.user_code import innermost_user_frame
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
+PIPE_CHECK = "shared_pipe"
+"""Name of the check for pipes in ``NBLAUNCH_CHECKS``."""
+
 _MAX_NAMED = 3
 _RAY_ADDRESS = "RAY_ADDRESS"
+_CAN_ONLY = "can only"
+"""Beginning of the assertions of ``multiprocessing.Process`` in a process that has not started it."""
+
 _ABOUT_CONNECTIONS = re.compile(r"connect|socket|server|pipe|\bEOF\b|closed|terminat", re.IGNORECASE)
 
 
@@ -52,7 +64,7 @@ def leave_to_first_rank(connections: Sequence[Connection]) -> frozenset[Identity
         for connection in connections:
             with suppress(OSError):
                 os.dup2(closed.fileno(), connection.fd, inheritable=os.get_inheritable(connection.fd))
-        return positions.identities([closed.fileno()])
+        return frozenset({positions.identity(closed.fileno())})
 
 
 def explain(error: BaseException, connections: Sequence[Connection], rank: int) -> tuple[str, ...]:
@@ -81,10 +93,9 @@ def renew(channels: Collection[Identity]) -> None:
 def _is_kernels(connection: Any, channels: Collection[Identity]) -> bool:
     """Return whether a socket or its wrapper is among the kernel's ``channels``."""
     try:
-        status = os.fstat(connection.fileno())
+        return positions.identity(connection.fileno()) in channels
     except (AttributeError, OSError, ValueError):  # not a socket, or a closed one
         return False
-    return (status.st_dev, status.st_ino) in channels
 
 
 def _renew_in_library(module: Any, channels: Collection[Identity]) -> None:
@@ -142,6 +153,60 @@ _CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {
     "logging.handlers": _renew_in_log_handlers,
 }
 """Module -> the function that renews its connections."""
+
+
+# --- pipes to processes ----------------------------------------------------------------------------------------------
+
+
+def watch_pipes(channels: Collection[Identity]) -> None:
+    """Report reads from the kernel's pipes.
+
+    Args:
+        channels: the kernel's open channels other than files.
+    """
+    module: Any = sys.modules.get("multiprocessing.connection")
+    if module is None or env.is_check_off(PIPE_CHECK):
+        return  # without the module, the kernel has no such pipe
+    has_reported = False
+
+    def report(connection: Any) -> None:
+        nonlocal has_reported
+        if has_reported or not (connection.readable and connection.writable):
+            return
+        pipe = positions.identity(connection.fileno())
+        if pipe in channels:
+            has_reported = True
+            _report(pipe)
+
+    packages.call_before(module.Connection, "_recv_bytes", report)
+
+
+def _report(pipe: Identity) -> None:
+    context.current().observe(
+        PIPE_CHECK,
+        "all ranks read from one pipe to a process that a cell has started, so a rank may get the reply to another "
+        "rank's request",
+        "Create the object that owns the process inside the function, such as a SubprocVecEnv or ParallelEnv, so that "
+        "each rank has its own",
+        innermost_user_frame(),
+        value=pipe,
+        judged_by="distinct",
+    )
+
+
+def explain_process(error: BaseException) -> tuple[str, ...]:
+    """Return a sentence that explains why a rank can't use a process that the kernel has started."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    is_process = bool(frames) and frames[-1].f_globals.get("__name__") == "multiprocessing.process"
+    if not (is_process and isinstance(error, AssertionError) and str(error).startswith(_CAN_ONLY)):
+        return ()
+    return (
+        "a cell started this process, and only the kernel can wait for it. Create the object that owns it inside the "
+        "function",
+    )
+
+
+# --- Ray -------------------------------------------------------------------------------------------------------------
 
 
 def has_ray() -> bool:

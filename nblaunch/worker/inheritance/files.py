@@ -94,7 +94,7 @@ class KernelFiles:
             ranks: ranks that will be forked.
         """
         history = _history()
-        left_out = positions.identities({*ours, *_standard_outputs()}) | _identities_of(history)
+        left_out = frozenset(map(positions.identity, {*ours, *_standard_outputs()})) | _identities_of(history)
         opened = OpenDescriptors.of_this_process(left_out)
         files = _without_journals(opened.files, history)
         # Every kernel has sockets, and C code does not buffer what it writes to them.

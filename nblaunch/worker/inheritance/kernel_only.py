@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from nblaunch.backends import process_group
 from nblaunch.wire import accelerate_states
 from nblaunch.worker import libraries
-from nblaunch.worker.inheritance import child_processes, kernel_threads, pools
+from nblaunch.worker.inheritance import pools, threads_and_children
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
@@ -48,11 +48,11 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _stop_profiler()
     libraries.show_plain_text()
     _disown_processes()
-    child_processes.watch()
+    threads_and_children.watch_children()
     _leave_event_loop()
     pools.renew_at_use()
     os.register_at_fork(after_in_child=_renew_in_child)
-    kernel_threads.watch()
+    threads_and_children.watch_threads()
     accelerate_states.reset_in_worker()
     libraries.renew_objects()
     process_group.forget_inherited()
@@ -60,7 +60,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 def _renew_in_child() -> None:
     """Adapt the child processes and pools that a process inherits when the function forks it from this worker."""
-    child_processes.watch(is_forked_here=True)
+    threads_and_children.watch_children(is_forked_here=True)
     pools.renew_at_use()
 
 

@@ -29,10 +29,6 @@ _kept: list[Any] = []
 """Parts of the kernel's pools and loader iterators. Freeing them may write to pipes that the kernel's
 processes read, or end those processes.
 """
-_changing = threading.RLock()
-"""Held while a pool is recreated, because several threads of a worker may start to use it at the same moment."""
-
-
 _watched: set[str] = set()
 """Modules whose pools or loaders are watched in this process."""
 
@@ -42,7 +38,6 @@ def renew_at_use() -> None:
 
     A process that this one forks inherits them again and must also call this function.
     """
-    _replace_lock()
     for name, watch, has_pools in _WATCHES:
         module = sys.modules.get(name)
         if module is not None and name not in _watched and has_pools(module):
@@ -90,12 +85,6 @@ def empty_like(kernels: Any) -> Any:
     return type(kernels)(kernels.maxsize) if isinstance(kernels, queue.Queue) else type(kernels)()
 
 
-def _replace_lock() -> None:
-    """Replace the lock in a forked process, because a thread that was not forked may hold it."""
-    global _changing
-    _changing = threading.RLock()
-
-
 def _watch_thread_executors(module: Any) -> None:
     def renew(pool: Any) -> None:
         if pool._threads:
@@ -105,7 +94,7 @@ def _watch_thread_executors(module: Any) -> None:
             pool._threads = set()
             pool._shutdown_lock = threading.Lock()
 
-    packages.call_before(module.ThreadPoolExecutor, "submit", _once(renew))
+    packages.before_first_use(module.ThreadPoolExecutor, ["submit"], renew, includes_new=True)
 
 
 def _watch_process_executors(module: Any) -> None:
@@ -123,10 +112,8 @@ def _watch_process_executors(module: Any) -> None:
         )
         make(pool, pool._max_workers, pool._mp_context, pool._initializer, pool._initargs, **options)
 
-    packages.call_before(cls, "__init__", packages.mark_as_own)
-    packages.call_before(cls, "submit", _once(renew))
     # Otherwise, shutdown() would wake the thread that manages the kernel's pool.
-    packages.call_before(cls, "shutdown", _once(renew))
+    packages.before_first_use(cls, ["submit", "shutdown"], renew)
     # At exit, this process would wake all of these threads as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
@@ -153,12 +140,10 @@ def _watch_loky(module: Any) -> None:
         )
         pool._initializer, pool._initargs = initializer, initargs  # already wrapped by loky
 
-    packages.call_before(cls, "__init__", packages.mark_as_own)
-    packages.call_before(cls, "submit", _once(renew))
-    packages.call_before(cls, "shutdown", _once(renew))
+    packages.before_first_use(cls, ["submit", "shutdown"], renew)
     reusable = sys.modules.get(module.__name__.replace("process_executor", "reusable_executor"))
     if reusable is not None:
-        packages.call_before(reusable._ReusablePoolExecutor, "_resize", _once(renew))
+        packages.before_first_use(reusable._ReusablePoolExecutor, ["_resize"], renew, includes_new=True)
 
 
 def _watch_pools(module: Any) -> None:
@@ -184,10 +169,8 @@ def _watch_pools(module: Any) -> None:
         pool._pool = []
         pool._change_notifier = queue.SimpleQueue()
 
-    packages.call_before(cls, "__init__", packages.mark_as_own)
-    packages.call_before(cls, "_check_running", _once(renew))
-    for name in ("close", "terminate", "join"):
-        packages.call_before(cls, name, _once(end))
+    packages.before_first_use(cls, ["_check_running"], renew)
+    packages.before_first_use(cls, ["close", "terminate", "join"], end, includes_new=True)
 
 
 _LOADERS = {
@@ -234,20 +217,6 @@ def _reject_read(iterator: Any) -> None:
             "this iterator of a DataLoader was created in another process, and its worker processes serve only that "
             "process. Call iter(loader) inside the function to read the loader from its beginning"
         )
-
-
-def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a function that calls ``act(pool)`` once, in the first thread that uses the pool, while others wait."""
-
-    def act_once(pool: Any) -> None:
-        if packages.is_own(pool):
-            return
-        with _changing:
-            if not packages.is_own(pool):
-                act(pool)
-                packages.mark_as_own(pool)
-
-    return act_once
 
 
 _WATCHES: tuple[tuple[str, Callable[[Any], None], Callable[[Any], bool]], ...] = (

@@ -65,8 +65,7 @@ class OpenFile:
 
     def is_at(self, fd: int) -> bool:
         """Return whether ``fd`` refers to this file."""
-        status = os.fstat(fd)
-        return (status.st_dev, status.st_ino) == (self.device, self.inode)
+        return identity(fd) == (self.device, self.inode)
 
     @property
     def can_be_read(self) -> bool:
@@ -87,9 +86,10 @@ class OpenFile:
             return f"descriptor {self.fds[0]}"
 
 
-def identities(fds: Collection[int]) -> frozenset[Identity]:
-    """Return the identities of the files, pipes and sockets that ``fds`` refer to."""
-    return frozenset(_identity(fd) for fd in fds)
+def identity(fd: int) -> Identity:
+    """Return the identity of the file, pipe or socket that ``fd`` refers to."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,6 @@ def is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _identity(fd: int) -> Identity:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _numbers() -> Iterator[int]:

@@ -1,9 +1,11 @@
-"""Runs of experiment trackers that a cell has started, and what the function logs to them.
+"""Runs of experiment trackers and studies that a cell has started, and what the function logs to them.
 
 wandb      reaches its run from any process, through the service that the kernel started
 MLflow     forgets the active run in a fork; a worker adopts the kernel's until the function starts another
 trackio    sends a worker's logs from a thread, which the worker must wait for before it exits
 Comet      sends from a thread of the kernel, so what a worker logs is lost, and a note says so
+Optuna     keeps a study without a storage in an object, of which each worker has a copy. A note says that the
+           study never gets what the function reports. Studies in files or databases are shared
 
 ``worker/libraries.py`` renews TensorBoard's writers. ClearML and Neptune detect a fork themselves, and
 SwanLab raises an error. Nothing here imports a tracker.
@@ -22,10 +24,24 @@ from typing import Any
 from nblaunch import packages
 
 _FLUSH_TIMEOUT_S = 30.0
-_LOST = (
+_LOST_BY_COMET = (
     "the Comet experiment that a cell has started never gets what the function logs, because the thread that sends "
     "it runs only in the kernel. Return the values and log them in the kernel, or start the experiment inside the "
     "function on rank 0"
+)
+_LOST_BY_STUDIES = (
+    "an optuna study in the kernel's memory never gets the function's trials, or its calls to report(), "
+    "set_user_attr() and suggest_float(). Return the values and record them in the kernel, or store the study "
+    "in a file"
+)
+_STUDY_WRITES = (
+    "create_new_study",
+    "create_new_trial",
+    "set_study_user_attr",
+    "set_trial_intermediate_value",
+    "set_trial_param",
+    "set_trial_state_values",
+    "set_trial_user_attr",
 )
 
 
@@ -37,8 +53,15 @@ def watch(warn: Callable[[str], None]) -> None:
     """
     changes: dict[str, Callable[[Any], None]] = {
         "mlflow.tracking.fluent": lambda fluent: take_over_mlflow_runs(fluent, mlflow_runs(fluent)),
-        "trackio.run": lambda module: packages.call_before(module.Run, "log", _flush_at_exit),
-        "comet_ml.experiment": partial(_report_comet, warn),
+        "trackio.run": lambda module: packages.before_first_use(
+            module.Run, ["log"], partial(atexit.register, _flush), includes_new=True
+        ),
+        "comet_ml.experiment": lambda module: packages.before_first_use(
+            module.CometExperiment, ["_enqueue_message"], lambda _: warn(_LOST_BY_COMET)
+        ),
+        "optuna.storages._in_memory": lambda module: packages.before_first_use(
+            module.InMemoryStorage, _STUDY_WRITES, lambda _: warn(_LOST_BY_STUDIES)
+        ),
     }
     for name, change in changes.items():
         if name in sys.modules:  # otherwise, the kernel has no runs
@@ -108,23 +131,12 @@ def _is_among(run: Any, runs: Sequence[Any]) -> bool:
     return any(run is each for each in runs)
 
 
-# --- trackio and Comet -----------------------------------------------------------------------------------------------
-
-
-def _flush_at_exit(run: Any) -> None:
-    """Make this process wait at exit until the run's thread has sent everything."""
-    if not packages.is_own(run):
-        packages.mark_as_own(run)
-        atexit.register(_flush, run)
+# --- trackio ---------------------------------------------------------------------------------------------------------
 
 
 def _flush(run: Any) -> None:
+    """Wait until the run's thread has sent everything."""
     run._stop_flag.set()
     thread = run._local_sender_thread if run._is_local else run._client_thread
     if thread is not None:
         thread.join(_FLUSH_TIMEOUT_S)
-
-
-def _report_comet(warn: Callable[[str], None], module: Any) -> None:
-    """Warn when this worker first sends a message to an experiment of the kernel."""
-    packages.note_inherited_use(module.CometExperiment, ["_enqueue_message"], partial(warn, _LOST))
