@@ -56,7 +56,7 @@ def fork_workers(call: FunctionCall, assignments: Sequence[Assignment], board: B
         assignments = _prepare(call, assignments)
         load_call = _with_random_state(call)
         with _originals_opened(assignments) as originals:
-            files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
+            files = KernelFiles(_own_fds(assignments, originals), _ranks(assignments))
 
             def run(assignment: Assignment) -> None:
                 let_them_run()

@@ -289,8 +289,8 @@ class _Worker:
         tracker_runs.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
-            connections.renew(closed.union(self.files.channels.values()))
-            connections.watch_pipes(frozenset(self.files.channels.values()))
+            connections.renew(self.files.channels | closed)
+            connections.watch_pipes(self.files.channels)
             self.files.watch(self.assignment.rank, self.locks, self._warn)
         else:
             unfinished_files.reject_writes_to_copies()

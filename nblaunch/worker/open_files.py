@@ -1,6 +1,6 @@
 """Files that the function leaves open. Python closes such files when a script exits, but ``os._exit`` does not.
 
-``inheritance/written_files.py`` handles the kernel's files. They are in the heap that is frozen before the function
+``inheritance/files.py`` handles the kernel's files. They are in the heap that is frozen before the function
 begins, so the garbage collector does not list them.
 """
 

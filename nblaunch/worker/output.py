@@ -170,7 +170,7 @@ def flush_before_fork() -> None:
 def flush_c_streams() -> None:
     """Flush the streams of C code (``fopen``), as a program does when it exits.
 
-    Inherited streams are flushed as well, but ``written_files.py`` has already dropped their contents.
+    Inherited streams are flushed as well, but ``inheritance/files.py`` has already dropped their contents.
     """
     _fflush(None)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nblaunch.worker.inheritance import positions
+from nblaunch.worker.inheritance.files import file_objects
 from nblaunch.worker.inheritance.positions import OpenFile
-from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 TEXT = b"0123456789"
 
@@ -190,9 +190,8 @@ def test_concurrently_closed_descriptors_are_left_out(
 
 def test_a_file_closed_after_the_listing_has_no_file_objects(path: Path) -> None:
     closed = os.open(path, os.O_RDWR)
-    files = files_of(closed)
     os.close(closed)
-    assert not WrittenFiles.of_this_process(files, range(2)).has_objects
+    assert not file_objects([closed])
 
 
 def test_files_of_nblaunch_are_left_out_under_every_descriptor(

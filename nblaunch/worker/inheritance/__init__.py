@@ -21,7 +21,7 @@ missing_names.py  names variables of the kernel that fresh workers lack, because
 connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; reports
                   reads of several ranks from one pipe to a process of the kernel; finds the kernel's Ray cluster
 random_states.py  gives workers the kernel's random states, then advances them in the kernel
-files.py          files that the kernel has open, with positions.py and written_files.py
+files.py          files that the kernel has open, with positions.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 pools.py          recreates pools of the standard library and joblib, and restarts data loaders, when a worker uses them
 queues.py         waits until others have read the values that the function put into multiprocessing queues
