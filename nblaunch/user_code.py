@@ -67,7 +67,11 @@ def module_of(kind: type) -> str:
 
 def has_user_class(value: Any) -> bool:
     """Return whether the class of an object is defined in the notebook or script, or in a user's module."""
-    module = module_of(type(value))
+    return is_users(module_of(type(value)))
+
+
+def is_users(module: str) -> bool:
+    """Return whether the module of this name is the notebook or script, or one of the user's files."""
     return module == "__main__" or is_user_module(sys.modules.get(module))
 
 

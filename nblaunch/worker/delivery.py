@@ -17,11 +17,15 @@ from nblaunch import formatting
 from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.weights.sharded import is_fsdp1_module, is_fsdp_module, is_sharded, shards_to_send
-from nblaunch.weights.state_dicts import quantised_entries, trained_samples, without_wrappers_inside
-from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
+from nblaunch.weights.state_dicts import (
+    quantised_entries,
+    shape_mismatches,
+    trained_samples,
+    without_wrappers_inside,
+)
+from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, modules_in, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
-from nblaunch.worker.inheritance import new_modules
 from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors named in one line
@@ -115,7 +119,7 @@ class Delivery:
         yield from self._put_states(sends)
 
     def _sends(self) -> tuple[ArgPath, ...]:
-        self._modules.update(new_modules.replacements(self._args, self._modules))
+        self._modules.update(replacements(self._args, self._modules))
         # If every rank holds the whole module, one rank is enough.
         sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
         return (*sends, *self._optimizers, *self._absent) if self._is_main else sends
@@ -200,3 +204,27 @@ def _describe_bare(names: Sequence[str]) -> str:
     if not names:
         return ""
     return f"{formatting.first(names, _MAX_NAMED)} (on the meta device, which holds no values)"
+
+
+def replacements(args: Sequence[Any], modules: Mapping[ArgPath, Any]) -> dict[ArgPath, Any]:
+    """Return the modules in ``args`` that have taken the places of ``modules``, by path.
+
+    The ``fit`` of many libraries puts a new module into an object at every call. If it has the class and the shapes of
+    the module that was there before, the kernel's module gets its weights.
+    """
+    if not any(isinstance(path, str) for path in modules):
+        return {}
+    present = modules_in(args)
+    return {
+        path: present[path]
+        for path, module in modules.items()
+        if path in present and _replaces(present[path], module)
+    }
+
+
+def _replaces(module: Any, other: Any) -> bool:
+    """Return whether a module is another one of the same class, with tensors of the same shapes."""
+    if module is other or type(module) is not type(other) or any(part is other for part in module.modules()):
+        return False
+    state, others = module.state_dict(), other.state_dict()
+    return state.keys() == others.keys() and not any(shape_mismatches(other, others, state))

@@ -10,12 +10,11 @@ cell_assignments.py  attributes of modules that cells have changed, for the same
                   used_objects.py    objects of the user's modules that calls from cells may have changed
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules, for the same workers
-lost_changes.py   names variables of the notebook that the function fills or assigns; with
-                  called_code.py       the functions that a call reaches, and the variables that they name and assign
+lost_changes.py   names variables of the notebook that the function fills or assigns, and new modules in the notebook's
+                  objects; with
                   result_variables.py  finds variables and attributes in which a function may keep results
-                  watched_values.py    detects results in containers, arrays, tables, tensors and attributes
-                  trained_objects.py   detects training of libraries' objects: estimators, pipelines, tokenizers
-new_modules.py    finds modules that the function puts into the notebook's objects, as a library's fit does
+                  watched_values.py    detects results in containers, arrays, tables, tensors, attributes and
+                                       trained objects of libraries
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
 connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; reports

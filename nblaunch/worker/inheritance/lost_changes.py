@@ -11,30 +11,39 @@ function may change other variables for its own use, as in ``args.rank = rank``.
 is to keep values are reported:
 
     values in which results were kept (``watched_values.py``), including attributes of objects, classes, functions and
-        the user's modules (``result_variables.py``)
-    objects of libraries that were trained (``trained_objects.py``)
-    assignments to global variables, and to variables of an enclosing function (``called_code.py``)
+        the user's modules (``result_variables.py``); objects of libraries that were trained
+    assignments to global variables, and to variables of an enclosing function
     modules that are not in the arguments, if other modules are; modules in args come back
+    new modules in objects, which the ``fit`` of many libraries creates at every call, if they do not come back
     states of optimizers
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.user_code import used_by
-from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_in, path_name
-from nblaunch.worker.inheritance import called_code, new_modules
-from nblaunch.worker.inheritance.result_variables import Finder
+from nblaunch.user_code import module_of, used_by
+from nblaunch.wire.argument_paths import (
+    ArgPath,
+    is_scheduler,
+    modules_at,
+    modules_in,
+    optimizers_in,
+    path_name,
+)
+from nblaunch.worker.delivery import replacements
+from nblaunch.worker.inheritance import result_variables
 from nblaunch.worker.inheritance.watched_values import Variable
 
 _MAX_RETURNED = 20_000
+_FIRST = "args[0]"
+_DEFINITIONS = (type, ModuleType, FunctionType, MethodType)
 _LOST = (
     "the function changes {names} only in the workers, and the notebook's variables keep their values. Return the "
     "new values from the function"
@@ -86,18 +95,18 @@ class Changes:
         in_args = {id(each) for each in optimizers_in(args).values()}
         self._optimizers = list(_optimizers(optimizers_in(args))) if advice else []
         values = [(f"args[{position}]", value) for position, value in enumerate(args)]
-        functions = [] if function is None else list(called_code.functions([function, *args]))
+        functions = [] if function is None else list(result_variables.functions([function, *args]))
         values += [] if function is None else list(used_by(function))
-        values += [each for reached in functions for each in called_code.variables(reached)]
-        self._finder = finder = Finder(is_forked, collected.values())
+        values += [each for reached in functions for each in result_variables.variables(reached)]
+        self._finder = finder = result_variables.Finder(is_forked, collected.values())
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         for reached in functions:
-            self._variables += called_code.assigned(reached)
-            self._variables += finder.of_modules(called_code.modules(reached))
+            self._variables += result_variables.assigned(reached)
+            self._variables += finder.of_modules(result_variables.modules(reached))
         outside = {name: each for name, each in finder.optimizers.items() if id(each) not in in_args}
         self._optimizers_outside = list(_optimizers(outside))
         self._modules = finder.modules
-        self._held = new_modules.HeldModules(values)
+        self._held = _HeldModules(values)
 
     def describe(self, returned: Any) -> list[str]:
         """Return sentences about the changes that do not reach the kernel.
@@ -124,7 +133,7 @@ class Changes:
     def _replaced(self) -> list[str]:
         """Return the names of collected modules in whose places the function has put modules that are not sent."""
         present = modules_at(self._args, list(self._before))
-        sent = new_modules.replacements(self._args, self._before)
+        sent = replacements(self._args, self._before)
         return [
             f"{path_name(path)} ({type(module).__name__})"
             for path, module in self._before.items()
@@ -148,6 +157,48 @@ def _has_changed(variable: Variable, kept: set[int]) -> bool:
         return id(value) not in kept and variable.has_changed(value)
     except Exception:  # a user's container may raise an error after it was changed
         return False
+
+
+# --- new modules -----------------------------------------------------------------------------------------------------
+
+
+class _HeldModules:
+    """The modules that objects hold before the function is called.
+
+    Args:
+        values: names and values of variables of the notebook. The names of arguments begin with ``args[``.
+    """
+
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        self._objects: dict[int, tuple[str, Any, dict[ArgPath, Any]]] = {}
+        for name, value in values:
+            with suppress(Exception):  # raised by a property or proxy of the user's
+                if module_of(type(value)) != "builtins" and not isinstance(value, _DEFINITIONS):
+                    self._objects.setdefault(id(value), (name, value, modules_in((value,))))
+
+    def new(self, kept: set[int]) -> list[str]:
+        """Return the names of new modules whose weights the kernel does not get.
+
+        Args:
+            kept: ids of the objects that the kernel gets.
+        """
+        names: list[str] = []
+        modules = [module for _, _, before in self._objects.values() for module in before.values()]
+        held = {id(part) for module in modules for part in (*module.modules(), *module.parameters())}
+        for name, value, before in self._objects.values():
+            with suppress(Exception):
+                for path, module in modules_in((value,)).items():
+                    # The delivery sends a replacement, or another note names it.
+                    is_reported = name.startswith("args[") and path in before
+                    if not is_reported and id(module) not in kept and _is_new(module, held):
+                        names.append(f"{name}{str(path).removeprefix(_FIRST)}")
+        return names
+
+
+def _is_new(module: Any, held: set[int]) -> bool:
+    """Return whether a module with parameters contains none of the ``held`` modules and parameters."""
+    tensors = [id(parameter) for parameter in module.parameters()]
+    return bool(tensors) and held.isdisjoint(tensors) and held.isdisjoint(map(id, module.modules()))
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
