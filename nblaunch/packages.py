@@ -200,7 +200,7 @@ os.register_at_fork(after_in_child=_acting._at_fork_reinit)  # type: ignore[attr
 
 
 def before_first_use(
-    cls: Any, methods: Iterable[str], act: Callable[[Any], None], *, includes_new: bool = False
+    cls: Any, methods: Iterable[str], act: Callable[[Any], object], *, includes_new: bool = False
 ) -> None:
     """Call ``act(instance)`` once before the methods of an object that this process has inherited, then mark it as own.
 

@@ -22,10 +22,8 @@ READERS = {
     "nblaunch.wire.pickling.payload": "memory files of our own processes, and others under the user's signature",
     "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
-    "nblaunch.worker.inheritance.settings": "values in an assignment, see nblaunch.start_methods.interpreter",
+    "nblaunch.worker.inheritance.sent_changes": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.interpreter",
-    "nblaunch.worker.inheritance.cell_assignments": "values in an assignment, see nblaunch.start_methods.interpreter",
-    "nblaunch.worker.inheritance.registrations": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
 """Modules that read pickles, each with the reason why no other process can have written the pickle."""

@@ -4,10 +4,11 @@ The tables in ``docs/what-a-worker-inherits.md`` list every kind of state and sa
 each start method. Each row has a contract test.
 
 modules.py        the user's modules that a fresh process could not import
+sent_changes.py   what fresh processes do once they have imported a module; settings.py, cell_assignments.py and
+                  registrations.py determine it
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 cell_assignments.py  attributes of modules that cells have changed, for the same workers; with
                   cell_text.py       reads from the text of a cell what the cell may have changed
-                  used_objects.py    objects of the user's modules that calls from cells may have changed
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules, for the same workers
 lost_changes.py   names variables of the notebook that the function fills or assigns, and new modules in the notebook's

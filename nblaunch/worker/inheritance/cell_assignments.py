@@ -4,46 +4,72 @@
     config.options["width"] = 8        an entry of a dictionary, list or set in one of the user's modules
     Config.width = 8                   a setting in a module's class
     F.gelu = my_gelu                   a library's function, replaced by one of the notebook's
-    cfg.merge({"lr": 0.1})             an object in one of the user's modules, see ``used_objects.py``
+    cfg.merge({"lr": 0.1})             an object in one of the user's modules, as in ``from config import cfg``
+    config.set_lr(0.1)                 a function that assigns a global variable of its module
+    @registry.register                 a dictionary in an object of a module
 
 A forked worker has the kernel's modules. A fresh process imports them, and would silently compute with their original
 values. The text of the cells shows what they have changed; the values are read from the modules at launch.
+
+If a cell calls code in the user's modules, this code may change the global variables that it names. The
+current values of all these variables are sent. For an unchanged variable this makes no difference, because a
+worker would create an equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``,
+is not sent, because each worker computes its own.
 
 Plain values are sent (``plain_values.py``). A note names other values that a cell has assigned.
 """
 
 from __future__ import annotations
 
-import pickle
+import ast
+import dis
+import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import tokenize
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
-from functools import partial
+from enum import Enum
+from functools import lru_cache, partial
 from operator import attrgetter
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch import packages
 from nblaunch.user_code import is_user_module
-from nblaunch.wire.pickling import payload
-from nblaunch.worker.inheritance import cell_text, plain_values, used_objects
-from nblaunch.worker.inheritance.used_objects import OF_PROCESS, Place
+from nblaunch.worker.inheritance import cell_text, plain_values
+from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeable
+from nblaunch.worker.inheritance.sent_changes import SentChange
 
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Larger values are named instead, because every worker would load them, even if its function does not use them."""
 
+_MAX_VISITED = 2000
+_ASSIGNS = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")}
+_SETS = re.compile("set_|enable|disable")
+_SETTING = (bool, int, float, str, type(None))
+_SIMPLE = (int, float, complex, str, bytes, bool, type(None), tuple, list, dict, set, frozenset)
 
-class AssignedAttribute(NamedTuple):
-    """An attribute that a cell may have changed.
+OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
+"""Modules and packages whose attributes belong to the process: streams, arguments, the shell."""
+
+
+class Place(NamedTuple):
+    """The location of a value.
 
     Args:
-        place: where it is.
-        value: its value, pickled.
+        module: name of the module.
+        owner: the class in the module, as its qualified name; "" for an attribute of the module.
+        name: name of the attribute.
     """
 
-    place: Place
-    value: bytes
+    module: str
+    owner: str
+    name: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, self))
 
 
 class _StateOfThread(NamedTuple):
@@ -52,7 +78,7 @@ class _StateOfThread(NamedTuple):
     value: Any
 
 
-def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
+def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
     """Return the attributes that cells have changed, with current values, and messages about changes that can't be
     sent.
 
@@ -60,62 +86,66 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
         sources: the text of the cells.
     """
     cells = [cell_text.read(text) for text in sources]
-    values, changed = used_objects.find(cells)
+    search = _Search()
+    for cell in cells:
+        search.follow_settings(cell)
+        if search.modules:
+            search.follow(cell)
+    values, changed = search.found, search.changed
     for path, is_content in dict.fromkeys(each for cell in cells for each in cell.assigned):
         resolved = _resolve(path, is_content)
         if resolved is not None:
             place, value = resolved
             values[place] = value
             changed.add(place)
-    sent: list[AssignedAttribute] = []
+    sent: list[SentChange] = []
     left: dict[str, None] = {}
     for place, value in values.items():
-        content, problem = _content(value)
-        if content is not None:
-            sent.append(AssignedAttribute(place, content))
-        elif place in changed and value is not None:
-            left[f"{'.'.join(filter(None, place))} ({problem})"] = None
+        try:
+            content = _content(value)
+            if content is not _DEFAULT:
+                sent.append(
+                    SentChange.of(str(place), place.module, content, partial(_write, place), MAX_BYTES)
+                )
+        except Exception as error:
+            if place in changed and value is not None:
+                why = str(error) if isinstance(error, _NotPlain) else f"{type(error).__name__}: {error}"
+                left[f"{place} ({why})"] = None
     return sent, list(left)
 
 
-def _content(value: Any) -> tuple[bytes | None, str]:
-    """Return the pickled value, or None and the reason why the value can't be sent."""
-    if not plain_values.has_own_class(value):
-        return None, f"an object of the class {type(value).__name__}"
-    if isinstance(value, ContextVar):
+_DEFAULT = object()
+
+
+class _NotPlain(Exception):
+    """A value can't be replaced by a copy; the message says what it is."""
+
+
+def _content(value: Any) -> Any:
+    """Return what is sent for a value; :data:`_DEFAULT` if a fresh process has it anyway.
+
+    Raises:
+        _NotPlain: a copy can't replace the value.
+    """
+    content = value
+    if issubclass(type(value), ContextVar):
         if value not in copy_context():
-            return None, ""  # it has its default
-        value = _StateOfThread(value.get(None))
-    elif isinstance(value, threading.local):
-        value = _StateOfThread(dict(vars(value)))
-    if not plain_values.is_plain(value.value if isinstance(value, _StateOfThread) else value):
-        return None, f"an object of the class {type(value).__name__}"
-    try:
-        return payload.to_bytes(value, main_by_reference=False, max_bytes=_MAX_BYTES), ""
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+            return _DEFAULT
+        content = _StateOfThread(value.get(None))
+    elif issubclass(type(value), threading.local):
+        content = _StateOfThread(dict(vars(value)))
+    if not plain_values.is_plain(content.value if isinstance(content, _StateOfThread) else content):
+        raise _NotPlain(f"an object of the class {type(value).__name__}")
+    return content
 
 
-def write(attributes: Sequence[AssignedAttribute]) -> None:
-    """Change these attributes in this process, each as soon as its module is imported."""
-    for attribute in attributes:
-        packages.when_imported(attribute.place.module, partial(_write, attribute))
-
-
-def _write(attribute: AssignedAttribute, module: Any) -> None:
-    _, owner_name, name = attribute.place
-    try:
-        value = _load(attribute.value)
-        owner = attrgetter(owner_name)(module) if owner_name else module
-        present = vars(owner).get(name)
-        if isinstance(value, _StateOfThread):
-            _set_state_of_thread(present, value.value)
-        elif not plain_values.take_over(present, value):  # other modules may have imported the object itself
-            setattr(owner, name, value)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        place = ".".join(filter(None, attribute.place))
-        print(f"the kernel's {place} can't be set in this worker: {message}", file=sys.stderr)
+def _write(place: Place, module: Any, value: Any) -> None:
+    owner = attrgetter(place.owner)(module) if place.owner else module
+    present = vars(owner).get(place.name)
+    if isinstance(value, _StateOfThread):
+        _set_state_of_thread(present, value.value)
+    elif not plain_values.take_over(present, value):  # other modules may have imported the object itself
+        setattr(owner, place.name, value)
 
 
 def _set_state_of_thread(present: Any, value: Any) -> None:
@@ -124,15 +154,6 @@ def _set_state_of_thread(present: Any, value: Any) -> None:
     else:
         vars(present).clear()
         vars(present).update(value)
-
-
-def _load(content: bytes) -> Any:
-    """Unpickle a value; if this replaces variables of the notebook that the call has set, restore them."""
-    names = vars(sys.modules["__main__"])
-    before = dict(names)
-    value = pickle.loads(content)
-    names.update(before)
-    return value
 
 
 def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | None:
@@ -145,10 +166,10 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     root, *names, last = path
     owner = vars(sys.modules["__main__"]).get(root)
     for name in names:
-        if not plain_values.has_own_class(owner):
+        if not has_own_class(owner):
             return None
         owner = vars(owner).get(name) if isinstance(owner, (ModuleType, type)) else None
-    if not plain_values.has_own_class(owner):
+    if not has_own_class(owner):
         return None
     if isinstance(owner, type):
         module, qualified = sys.modules.get(owner.__module__), owner.__qualname__
@@ -161,7 +182,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     if module.__name__.partition(".")[0] in OF_PROCESS or (not qualified and last.startswith("__")):
         return None
     value = vars(owner)[last]
-    if is_container and not (plain_values.is_changeable(value) and is_user_module(module)):
+    if is_container and not (is_changeable(value) and is_user_module(module)):
         return None
     return Place(module.__name__, qualified, last), value
 
@@ -171,3 +192,214 @@ def _found(module: ModuleType, qualified: str) -> Any:
         return attrgetter(qualified)(module)
     except AttributeError:
         return None
+
+
+# --- calls of code in the user's modules ------------------------------------------------------------------------------
+
+
+class _Search:
+    """Follows calls from cells into the user's modules."""
+
+    def __init__(self) -> None:
+        self.modules = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if isinstance(module, ModuleType) and _is_of_user(module) and name == module.__name__
+        }
+        self.found: dict[Place, Any] = {}
+        self.changed: set[Place] = set()
+        self._seen: set[int] = set()
+        self._homes: dict[int, Place] = {}
+        for name, module in self.modules.items():
+            for attribute, value in list(vars(module).items()):
+                is_new = id(value) not in self._homes or name == type(value).__module__
+                if (
+                    is_new
+                    and has_own_class(value)
+                    and not isinstance(value, (ModuleType, type, FunctionType))
+                    and is_changeable(value)
+                ):
+                    self._homes[id(value)] = Place(name, "", attribute)
+
+    def follow_settings(self, cell: cell_text.CellText) -> None:
+        """Add the global variables in which libraries keep settings, such as the one that
+        ``torch.hub.set_dir("models")`` sets.
+        """
+        for _, strings in cell.named:
+            self._follow_names(strings)
+        for path in cell.for_effect:
+            function = cell_text.value_at(path)
+            if not isinstance(function, FunctionType) or not _SETS.match(function.__name__):
+                continue
+            module = _module_of(function)
+            if module is None or module.__name__.partition(".")[0] in OF_PROCESS:
+                continue
+            for name in _stored(function.__code__).names & vars(module).keys():
+                if type(vars(module)[name]) in _SETTING:
+                    self._add(Place(module.__name__, "", name), vars(module)[name])
+
+    def follow(self, cell: cell_text.CellText) -> None:
+        """Add what a cell may have changed in the user's modules."""
+        for path in cell.used:
+            for value in cell_text.values_on(path):
+                self._visit(value)
+        for path, is_content in cell.assigned:
+            base = cell_text.value_at(path if is_content else path[:-1])
+            if id(base) in self._homes:
+                self.changed.add(self._homes[id(base)])
+        for path in cell.for_effect:
+            function = cell_text.value_at(path)
+            if isinstance(function, FunctionType) and _is_user_function(function):
+                module = function.__globals__["__name__"]
+                self.changed.update(Place(module, "", name) for name in _stored(function.__code__).names)
+        for owners, strings in cell.named:
+            self._follow_strings(owners, strings)
+
+    def _follow_strings(self, owners: Iterable[cell_text.Path], strings: Iterable[str]) -> None:
+        """Add all constants of each module that is an argument, unless a string names one of its attributes."""
+        for path in owners:
+            module = cell_text.value_at(path)
+            if not isinstance(module, ModuleType) or module.__name__ not in self.modules:
+                continue
+            if any(name in vars(module) for name in strings):
+                continue  # an assignment
+            for name in _constants(module.__file__ or ""):
+                if name in vars(module):
+                    self._add(Place(module.__name__, "", name), vars(module)[name])
+
+    def _follow_names(self, names: Iterable[str]) -> None:
+        """Add attributes whose full names are strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
+        for text in names:
+            name, _, attribute = text.rpartition(".")
+            module = sys.modules.get(name)
+            if not isinstance(module, ModuleType) or attribute not in vars(module) or name == "__main__":
+                continue
+            if name.partition(".")[0] not in OF_PROCESS:
+                self._add(Place(name, "", attribute), vars(module)[attribute])
+                self.changed.add(Place(name, "", attribute))
+
+    def _add(self, place: Place, value: Any) -> None:
+        self.found[place] = value
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._seen or len(self._seen) > _MAX_VISITED or not has_own_class(value):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+            self._visit(getattr(value, "__self__", None))
+            self._visit(value.__func__)
+        elif isinstance(value, FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, type):
+            for kind in value.__mro__:
+                self._visit_class(kind)
+        elif not isinstance(value, ModuleType):
+            if id(value) in self._homes:
+                self._add(self._homes[id(value)], value)
+            self._visit(type(value))
+
+    def _visit_class(self, kind: type) -> None:
+        module = self.modules.get(kind.__module__)
+        if module is None or issubclass(kind, Enum) or "<locals>" in kind.__qualname__:
+            return
+        for name, value in list(vars(kind).items()):
+            if not has_own_class(value):
+                continue
+            if isinstance(value, property):
+                self._visit(value.fget)
+            elif isinstance(value, (FunctionType, staticmethod, classmethod)):
+                self._visit(value)
+            elif not name.startswith("__") and (isinstance(value, _SIMPLE) or is_changeable(value)):
+                self._add(Place(kind.__module__, kind.__qualname__, name), value)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it has no value yet
+                self._visit(cell.cell_contents)
+        self._visit(getattr(function, "__wrapped__", None))
+        if not _is_user_function(function):
+            return
+        module = self.modules[function.__globals__["__name__"]]
+        stored = _stored(function.__code__)
+        for name in stored.read:
+            value = vars(module).get(name)
+            if not has_own_class(value):
+                continue
+            if isinstance(value, ModuleType):
+                if value.__name__ in self.modules:
+                    for attribute in stored.read & vars(value).keys():
+                        self._visit_member(value, attribute, attribute in stored.attributes)
+            elif name in vars(module):
+                self._visit_member(module, name, name in stored.names)
+
+    def _visit_member(self, module: ModuleType, name: str, is_stored: bool) -> None:
+        value = vars(module)[name]
+        if is_stored:
+            self._add(Place(module.__name__, "", name), value)
+        self._visit(value)
+
+
+def _constants(file: str) -> Iterator[str]:
+    """Yield the names of global variables that a module sets to constants; these are the same in each worker."""
+    try:
+        with tokenize.open(file) as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        with suppress(ValueError, TypeError):
+            ast.literal_eval(getattr(node, "value", None))  # type: ignore[arg-type]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+class _Stored(NamedTuple):
+    """Names in a function's code, including nested functions.
+
+    Args:
+        names: global variables that it assigns.
+        attributes: attributes that it assigns.
+        read: all global variables and attributes that it names.
+    """
+
+    names: frozenset[str]
+    attributes: frozenset[str]
+    read: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def _stored(code: CodeType) -> _Stored:
+    codes = list(_codes(code))
+    instructions = [
+        (instruction.opname, instruction.argval)
+        for each in codes
+        if not _ASSIGNS.isdisjoint(each.co_code[::2])
+        for instruction in dis.get_instructions(each)
+    ]
+    return _Stored(
+        frozenset(name for operation, name in instructions if operation in ("STORE_GLOBAL", "DELETE_GLOBAL")),
+        frozenset(name for operation, name in instructions if operation == "STORE_ATTR"),
+        frozenset(name for each in codes for name in each.co_names),
+    )
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _module_of(function: FunctionType) -> ModuleType | None:
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    return module if isinstance(module, ModuleType) and vars(module) is function.__globals__ else None
+
+
+def _is_user_function(function: FunctionType) -> bool:
+    module = _module_of(function)
+    return module is not None and _is_of_user(module)
+
+
+def _is_of_user(module: ModuleType) -> bool:
+    """Return whether a module is one of the user's files; the notebook itself is not."""
+    return module.__name__ != "__main__" and is_user_module(module)

@@ -16,7 +16,6 @@ excludes calls such as ``mlflow.register_model("runs:/1")``, which would write t
 from __future__ import annotations
 
 import ast
-import pickle
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,12 +24,11 @@ from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch import packages
 from nblaunch.user_code import is_standard_file, is_user_module
-from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text
+from nblaunch.worker.inheritance.cell_assignments import MAX_BYTES, OF_PROCESS
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
-from nblaunch.worker.inheritance.used_objects import OF_PROCESS
+from nblaunch.worker.inheritance.sent_changes import SentChange
 
 _REGISTERS = re.compile(
     r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
@@ -42,7 +40,6 @@ _LEFT_OUT = {
 }
 """Modules and packages whose registries are specific to a process, or are sent to workers as settings."""
 
-_MAX_BYTES = 1 << 20
 _MAX_ENTRIES = 10_000
 _NO_VALUE = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 """Expressions that could have side effects if they were evaluated again."""
@@ -64,18 +61,6 @@ class Registrar(NamedTuple):
 
     def find(self) -> Any:
         return attrgetter(self.path)(sys.modules[self.module])
-
-
-class Registration(NamedTuple):
-    """A registration that a worker repeats.
-
-    Args:
-        registrar: the function that registers.
-        content: pickled :class:`_Call` or list of entries.
-    """
-
-    registrar: Registrar
-    content: bytes
 
 
 class _Call(NamedTuple):
@@ -103,13 +88,13 @@ class _Entry(NamedTuple):
     value: Any
 
 
-def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
+def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
     """Return the registrations made by cells, and a message for each that can't be sent to another process.
 
     Args:
         sources: the text of the cells.
     """
-    sent: dict[tuple[Registrar, bytes], Registration] = {}
+    sent: dict[tuple[Registrar, bytes], SentChange] = {}
     left: dict[str, None] = {}
     for statement in (each for text in sources for each in _statements(text)):
         target = _target(statement.path)
@@ -125,42 +110,34 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
         if statement.key is not None and not entries:
             continue
         if not entries and is_user_module(sys.modules[registrar.module]):
-            continue  # used_objects.py sends the registry
+            continue  # cell_assignments.py sends the registry
         try:
             content: _Call | list[_Entry] = entries or _call(statement)
             if isinstance(content, _Call) and not (
                 content.names_notebook() or _is_standard(registrar.module)
             ):
                 continue
-            data = payload.to_bytes(content, main_by_reference=False, max_bytes=_MAX_BYTES)
+            change = SentChange.of(
+                f"registration with {registrar}",
+                registrar.module,
+                content,
+                partial(_write, registrar),
+                MAX_BYTES,
+            )
         except _NotKnown as error:
             left[f"{'.'.join(statement.path)}(...) in a cell ({error})"] = None
         except Exception as error:
             left[f"{'.'.join(statement.path)}(...) in a cell ({type(error).__name__}: {error})"] = None
         else:
-            sent[registrar, data] = Registration(registrar, data)
+            sent[registrar, change.content] = change
     return list(sent.values()), list(left)
 
 
-def write(registrations: Sequence[Registration]) -> None:
-    """Repeat registrations in this process, each as soon as its module is imported."""
-    for registration in registrations:
-        packages.when_imported(registration.registrar.module, partial(_write, registration))
-
-
-def _write(registration: Registration, module: Any) -> None:
-    try:
-        content = pickle.loads(registration.content)
-        if isinstance(content, _Call):
-            _repeat(registration.registrar.find(), content)
-        else:
-            _add(registration.registrar.find(), content)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        print(
-            f"the kernel's registration with {registration.registrar} can't be repeated in this worker: {message}",
-            file=sys.stderr,
-        )
+def _write(registrar: Registrar, module: Any, content: _Call | list[_Entry]) -> None:
+    if isinstance(content, _Call):
+        _repeat(registrar.find(), content)
+    else:
+        _add(registrar.find(), content)
 
 
 def _repeat(function: Callable[..., Any], call: _Call) -> None:

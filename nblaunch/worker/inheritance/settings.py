@@ -10,7 +10,6 @@ cells have changed (``cell_assignments.py``), and registrations (``registrations
 
 from __future__ import annotations
 
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +18,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from nblaunch import packages
 from nblaunch.user_code import is_user_function
-from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_assignments, message_settings, registrations, tracker_runs
+from nblaunch.worker.inheritance.sent_changes import SentChange
 
 _TINY = sys.float_info.min
 
@@ -49,19 +47,16 @@ class KernelSettings:
     """The settings of a process at a point in time.
 
     Args:
-        values: name of a row -> pickled value; unpickling may import its library.
+        changes: library settings, attributes that cells have changed, and registrations, in the order in which they
+            are made.
         warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
         loggers: see the same module.
-        assigned: see :mod:`nblaunch.worker.inheritance.cell_assignments`.
-        registered: see :mod:`nblaunch.worker.inheritance.registrations`.
         left: settings that can't be sent to another process, as text.
     """
 
-    values: Mapping[str, bytes]
+    changes: Sequence[SentChange]
     warning_filters: Sequence[message_settings.WarningFilter]
     loggers: message_settings.LoggerSettings
-    assigned: Sequence[cell_assignments.AssignedAttribute]
-    registered: Sequence[registrations.Registration]
     left: tuple[str, ...]
 
     @classmethod
@@ -71,30 +66,27 @@ class KernelSettings:
         Args:
             cells: the text of the cells that this process has run.
         """
-        values: dict[str, bytes] = {}
-        left: list[str] = []
         loggers = message_settings.read_loggers()
         filters = message_settings.read_warning_filters()
-        # Libraries warn when a deprecated setting is read.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for setting in SETTINGS:
-                module = sys.modules.get(setting.module)
-                if module is not None:
-                    _read(setting, module, values, left)
+        changes, left = _read_libraries()
+        left += loggers.left
         texts = list(cells)
-        assigned, not_sent = _read_modules(cell_assignments.read, texts, "attributes that cells have changed")
-        registered, not_repeated = _read_modules(registrations.read, texts, "registrations by cells")
-        lost = (*left, *loggers.left, *not_sent, *not_repeated)
-        return cls(values, filters, loggers, assigned, registered, lost)
+        for read, what in (
+            (cell_assignments.read, "attributes that cells have changed"),
+            (registrations.read, "registrations by cells"),
+        ):
+            try:
+                sent, not_sent = read(texts)
+            except Exception as error:  # raised by the user's modules
+                sent, not_sent = [], [f"{what} ({type(error).__name__}: {error})"]
+            changes += sent
+            left += not_sent
+        return cls(changes, filters, loggers, tuple(left))
 
     def restore(self) -> None:
         """Apply these settings to this process; write a library's settings once the library is imported."""
-        for setting in SETTINGS:
-            if setting.name in self.values:
-                packages.when_imported(setting.module, partial(self._write, setting))
-        cell_assignments.write(self.assigned)
-        registrations.write(self.registered)
+        for change in self.changes:
+            change.make()
         message_settings.write_loggers(self.loggers)
         message_settings.write_warning_filters(self.warning_filters)
 
@@ -107,39 +99,30 @@ class KernelSettings:
             f"{'; '.join(self.left)}. Apply these settings inside the function"
         )
 
-    def _write(self, setting: LibrarySetting, module: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+
+def _read_libraries() -> tuple[list[SentChange], list[str]]:
+    """Return the settings of loaded libraries, and messages about settings that can't be sent."""
+    changes, left = [], []
+    with warnings.catch_warnings():  # libraries warn when a deprecated setting is read
+        warnings.simplefilter("ignore")
+        for name, setting in SETTINGS.items():
+            module = sys.modules.get(setting.module)
             try:
-                value = pickle.loads(self.values[setting.name])
-                if setting.read(module) != value:
-                    setting.write(module, value)
+                if module is None:
+                    continue
+                value = setting.read(module)
+            except Exception:
+                continue  # another version of the library, or a conflicting setting
+            try:
+                changes.append(SentChange.of(name, setting.module, value, partial(_write, name)))
             except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-            else:
-                return
-        print(f"the kernel's {setting.name} can't be set in this worker: {message}", file=sys.stderr)
+                left.append(f"{name} ({type(error).__name__}: {error})")
+    return changes, left
 
 
-def _read_modules(
-    read: Callable[[list[str]], tuple[list[Any], list[str]]], texts: list[str], what: str
-) -> tuple[list[Any], list[str]]:
-    """Return what ``read`` finds in the user's modules; if it raises an error, list ``what`` as left behind."""
-    try:
-        return read(texts)
-    except Exception as error:
-        return [], [f"{what} ({type(error).__name__}: {error})"]
-
-
-def _read(setting: LibrarySetting, module: Any, values: dict[str, bytes], left: list[str]) -> None:
-    try:
-        value = setting.read(module)
-    except Exception:
-        return  # another version of the library, or a conflicting setting
-    try:
-        values[setting.name] = payload.to_bytes(value, main_by_reference=False)
-    except Exception as error:
-        left.append(f"{setting.name} ({type(error).__name__}: {error})")
+def _write(name: str, module: Any, value: Any) -> None:
+    if SETTINGS[name].read(module) != value:
+        SETTINGS[name].write(module, value)
 
 
 # --- how settings are read and written ------------------------------------------------------------------------------
@@ -529,7 +512,7 @@ _LIBRARIES = (
     *_calls("cv2", ("getNumThreads", "setNumThreads")),
 )
 
-SETTINGS: tuple[LibrarySetting, ...] = (*_PYTHON, *_TORCH, *_LIBRARIES)
-"""Settings are written in this order. Thread counts of OpenMP and torch are not here, because workers share the
+SETTINGS = {setting.name: setting for setting in (*_PYTHON, *_TORCH, *_LIBRARIES)}
+"""Settings by name, written in this order. Thread counts of OpenMP and torch are not here, because workers share the
 cores.
 """

@@ -18,7 +18,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from nblaunch import packages
@@ -54,7 +53,7 @@ def watch(warn: Callable[[str], None]) -> None:
     changes: dict[str, Callable[[Any], None]] = {
         "mlflow.tracking.fluent": lambda fluent: take_over_mlflow_runs(fluent, mlflow_runs(fluent)),
         "trackio.run": lambda module: packages.before_first_use(
-            module.Run, ["log"], partial(atexit.register, _flush), includes_new=True
+            module.Run, ["log"], lambda run: atexit.register(_flush, run), includes_new=True
         ),
         "comet_ml.experiment": lambda module: packages.before_first_use(
             module.CometExperiment, ["_enqueue_message"], lambda _: warn(_LOST_BY_COMET)

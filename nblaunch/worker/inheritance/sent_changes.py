@@ -1,0 +1,65 @@
+"""Changes that cells have made in modules, sent to fresh processes, which make them once they import the modules."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nblaunch import packages
+from nblaunch.wire.pickling import payload
+
+
+class SentChange(NamedTuple):
+    """A change that a process makes once it has imported a module.
+
+    Args:
+        name: name that the user knows.
+        module: name of the module.
+        content: a value, pickled; unpickling may import its library.
+        write: makes the change, given the module and the value. It can be pickled.
+    """
+
+    name: str
+    module: str
+    content: bytes
+    write: Callable[[Any, Any], object]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        module: str,
+        value: Any,
+        write: Callable[[Any, Any], object],
+        max_bytes: int | None = None,
+    ) -> SentChange:
+        """Return a change.
+
+        Raises:
+            Exception: the value can't be pickled, or takes more than ``max_bytes``.
+        """
+        return cls(name, module, payload.to_bytes(value, main_by_reference=False, max_bytes=max_bytes), write)
+
+    def make(self) -> None:
+        """Make the change in this process as soon as the module is imported; print an error if that fails."""
+        packages.when_imported(self.module, self._make_in)
+
+    def _make_in(self, module: Any) -> None:
+        notebook = vars(sys.modules["__main__"])
+        before = dict(notebook)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                value = pickle.loads(self.content)
+                notebook.update(
+                    before
+                )  # unpickling may replace variables of the notebook that the call has set
+                self.write(module, value)
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+            else:
+                return
+        print(f"the kernel's {self.name} can't be set in this worker: {message}", file=sys.stderr)
