@@ -9,9 +9,8 @@ collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records collectives, with the user's lines
 local_gradients.py   reads gradients before ranks exchange them
 user_lines.py        finds the user's line that called a hook
-span_hooks.py        hooks on saves and garbage collections, which record how long they take
 import_times.py      imports that take long, which a note explains
-file_writes.py       files that several ranks may write at the same time
+file_writes.py       saves, and files that several ranks may write at the same time
 output.py            sends output to the log file and displays to the launcher
 open_files.py        files that the function leaves open
 delivery.py          sends the return value, then trained weights and optimizer states

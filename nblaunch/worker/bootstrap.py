@@ -10,7 +10,7 @@
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
     import_times     explains imports that take long
-    span_hooks       records which files the function saves, and how long that takes
+    file_writes      records which files the function saves, and how long that takes
     context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
     function         loads the call; delivery records the modules' tensors; calls the user's function
@@ -64,7 +64,6 @@ from nblaunch.worker import (
     open_files,
     output,
     process_control,
-    span_hooks,
 )
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
@@ -243,11 +242,8 @@ class _Worker:
         payload.send_cells_by_value()
         self.slot.record_spans()
         libraries.count_progress(self.slot)
-        span_hooks.record_garbage(self.slot)
         num_collectives = collective_hooks.record_collectives(self.slot)
-        writes = file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives)
-        writes.watch_open()
-        span_hooks.record_saves(self.slot, writes.note)
+        file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives).watch()
         process_group.adapt_joining(assignment.topology)
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

@@ -1,10 +1,13 @@
 """Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
-Each save to a path (``span_hooks.py``), and each ``open`` that truncates a file, is an
-:class:`~nblaunch.events.Observation`. Ranks race if they write to the same file at the same point in the program, with
-no collective and no optimizer step between the writes. Files that a library writes for its own use, such as a cache,
-are left out: a write counts only if every library between the user's line and the call is one that writes what the user
-passes to it. Writes by a process that holds a lock are left out as well.
+Each save to a path, and each ``open`` that truncates a file, is an :class:`~nblaunch.events.Observation`. Ranks race if
+they write to the same file at the same point in the program, with no collective and no optimizer step between the
+writes. Files that a library writes for its own use, such as a cache, are left out: a write counts only if every
+library between the user's line and the call is one that writes what the user passes to it. Writes by a process that
+holds a lock are left out as well.
+
+Saves are also spans on the board, with their duration and size: ``torch.save``, safetensors' ``save_file`` and torch's
+distributed checkpoints.
 
 When a file that ``open`` has truncated is closed, a checksum of its contents is reported. If all ranks write the same
 data, the contents of the file do not depend on timing.
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -27,11 +31,19 @@ from nblaunch import context, env, packages
 from nblaunch.events import Event, Observation
 from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.board import Slot
+from nblaunch.wire.spans import SpanKind
 
 CHECK = "same_file"
 
 _MAX_NOTED = 256
 """Maximum number of files that a rank reports, so that a function that writes thousands of files stays fast."""
+
+_SAVES = (
+    ("torch.serialization", "save", 1),
+    ("safetensors.torch", "save_file", 1),
+    ("torch.distributed.checkpoint.state_dict_saver", "save", -1),
+)
+"""Module, function, and the index of the argument that names the file; -1 if there is none."""
 
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
@@ -59,7 +71,7 @@ class FileWrites:
 
     Args:
         rank: rank of this process.
-        slot: counts optimizer steps.
+        slot: counts optimizer steps, and receives spans.
         emit: sends an observation.
         num_collectives: returns how many collectives this process has called.
     """
@@ -74,18 +86,41 @@ class FileWrites:
         self._num_left = _MAX_NOTED
         self._pid = os.getpid()
 
-    def watch_open(self) -> None:
-        """Report, until this process ends, each file that ``open`` truncates."""
+    def watch(self) -> None:
+        """Report saves, and each file that ``open`` truncates, until this process ends.
+
+        Modules that are imported later are included.
+        """
         opener = packages.replacement_of(_io.open)(_Opener(self))
         opener.__module__ = "io"  # needed for pickling; in Python 3.13, the original has _io
         for module, name in _OPENS:
             packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
+        for module, name, place in _SAVES:
+            packages.observe_when_imported(module, partial(self._watch_saves, name=name, place=place))
 
-    def note(self, file: Any, frame: FrameType) -> None:
-        """Report a file that is about to be written; see :data:`nblaunch.worker.span_hooks.Begin`."""
-        observation = self._observe(file, frame, _SAVERS, "")
-        if observation is not None:
-            self._emit(observation)
+    @packages.defines_replacements
+    def _watch_saves(self, module: Any, *, name: str, place: int) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+        slot = self._slot
+
+        @packages.replacement_of(original)
+        def save_and_report(*args: Any, **kwargs: Any) -> Any:
+            file = args[place] if 0 <= place < len(args) else kwargs.get("f", kwargs.get("filename"))
+            observation = self._observe(file, sys._getframe(1), _SAVERS, "")
+            if observation is not None:
+                self._emit(observation)
+            began_s = monotonic()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if slot.spans is not None:
+                    slot.spans.put(SpanKind.SAVE, began_s, monotonic(), value=_size_of(file))
+
+        # Packages that imported the function re-export it under their own name.
+        package = sys.modules.get(module.__name__.rpartition(".")[0])
+        for owner in (module, package):
+            if getattr(owner, name, None) is original:
+                setattr(owner, name, save_and_report)
 
     def note_opened(self, file: Any, frame: FrameType, opened: Any, newline: str | None) -> Any:
         """Report a file that ``open`` has truncated; report its contents when it is closed.
@@ -138,6 +173,16 @@ class FileWrites:
         if os.getpid() == self._pid:
             with suppress(OSError):  # files may be closed after the channel to the launcher
                 self._emit(replace(observation, value=(*observation.value[:-1], contents)))
+
+
+def _size_of(file: Any) -> int:
+    """Return the current size of a file in bytes; 0 if unknown."""
+    try:
+        return (
+            os.path.getsize(file) if isinstance(file, (str, os.PathLike)) else int(file.seek(0, os.SEEK_CUR))
+        )
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 def _replace(module: Any, *, name: str, opener: _Opener) -> None:

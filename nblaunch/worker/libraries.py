@@ -2,7 +2,8 @@
 
 Progress of code that does not use nblaunch: hooks count optimizer steps, tqdm updates and parameters of new modules
 in the rank's slot of the board. The counts distinguish a working rank from a hung one, and show which ranks built a
-model instead of receiving it. A step also keeps alive the process groups that it may have used.
+model instead of receiving it. A step also keeps alive the process groups that it may have used. Longer garbage
+collections are spans on the board.
 
 Display: tqdm and rich write plain lines.
 
@@ -16,6 +17,7 @@ A ``SummaryWriter`` writes its events in a thread. A fork does not copy threads,
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import string
@@ -23,13 +25,18 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from nblaunch import env, packages
 from nblaunch.host import waits
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot
+from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.optimizer_steps import steps
+
+_SHORTEST_COLLECTION_S = 1e-3
+"""Shortest garbage collection that is recorded; most take microseconds."""
 
 _replaced: list[Any] = []
 """Functions that hooks have replaced. Freeing a function writes to every object that its code refers to, and would copy
@@ -41,6 +48,8 @@ def count_progress(slot: Slot) -> None:
     packages.observe_when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
     packages.observe_when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.observe_when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
+    if slot.spans is not None:
+        gc.callbacks.append(_recorder_of_collections(slot.spans))
 
 
 def _watch_parameters(module: Any, slot: Slot) -> None:
@@ -65,6 +74,21 @@ def _watch_bars(module: Any, slot: Slot) -> None:
         return update(self, n)
 
     module.tqdm.update = update_and_note
+
+
+def _recorder_of_collections(spans: SpanWriter) -> Callable[[str, dict[str, int]], None]:
+    """Return the callback that Python calls before and after a garbage collection."""
+    began_s = 0.0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_s
+        now_s = monotonic()
+        if phase == "start":
+            began_s = now_s
+        elif now_s - began_s >= _SHORTEST_COLLECTION_S:
+            spans.put(SpanKind.GARBAGE, began_s, now_s)
+
+    return note
 
 
 def show_plain_text() -> None:
