@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from nblaunch.host import signal_handlers
 from nblaunch.user_code import ipython_shell, is_user_function, names_in, reachable_from
 
 COMPILER = ("sympy", "torch._dynamo")
@@ -77,50 +76,28 @@ def finish() -> None:
 
     Ignore a module that can't be imported, because the code that needs it will raise the error.
     """
-    with _lock, _interrupts_deferred(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings would appear in a cell that does not import the module
+    with _lock:
         while _planned:
-            _import(_planned.pop(0))
+            _import_first()
 
 
-def _import(module: str) -> None:
-    try:
-        # Needed even if sys.modules has the module: a user's thread may still be importing it, and this call waits.
-        importlib.import_module(module)
-    except Exception:
-        return
+def _import_first() -> None:
+    """Import one planned module. An interrupt comes only afterwards, since it would leave a half-imported module."""
+    with _lock, signal_handlers.held_back(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings would appear in a cell that does not import the module
+        if _planned:
+            with suppress(Exception):
+                # Needed even if sys.modules has the module: a user's thread may still be importing it, and this waits.
+                importlib.import_module(_planned.pop(0))
 
 
 def _wait_for_reply(loop: Any) -> None:
     """Begin once the loop is free again, because the first callback may run before the cell's reply."""
-    loop.call_later(_IDLE_S, _import_next, loop)
+    loop.call_later(_IDLE_S, _import_when_idle, loop)
 
 
-def _import_next(loop: Any) -> None:
+def _import_when_idle(loop: Any) -> None:
     """Import only one module at a time, so that a cell that is sent in the meantime does not wait for all modules."""
-    with _lock, _interrupts_deferred(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if _planned:
-            _import(_planned.pop(0))
+    _import_first()
     if _planned:
-        loop.call_later(_IDLE_S, _import_next, loop)
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt only after the block, because an interrupt within it would leave a half-imported module."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
-        if received:
-            signal.raise_signal(signal.SIGINT)
+        loop.call_later(_IDLE_S, _import_when_idle, loop)
