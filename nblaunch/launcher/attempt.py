@@ -140,19 +140,6 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class WorkerConnections:
-    """This process's ends of the connections to the workers, by rank.
-
-    Args:
-        receivers: receive events of workers.
-        commands: connections for commands, to a session or the debugger; empty = no commands.
-    """
-
-    receivers: dict[int, EventReceiver] = field(default_factory=dict)
-    commands: dict[int, CommandConnection] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunningAttempt:
     """The workers of an attempt, and the resources that this process holds for them. Must be closed.
 
@@ -161,7 +148,8 @@ class RunningAttempt:
         assignments: one per worker.
         group: processes of the workers.
         board: the progress of all ranks.
-        connections: connections to the workers.
+        receivers: rank -> receiver of its events.
+        commands: rank -> connection for commands, to a session or the debugger; empty = no commands.
         tails: rank -> follower of its log.
         store: the store that workers can request; None = an agent hosts it.
         selector: waits for all of these.
@@ -175,7 +163,8 @@ class RunningAttempt:
     assignments: Sequence[Assignment]
     group: WorkerGroup
     board: Board
-    connections: WorkerConnections
+    receivers: Mapping[int, EventReceiver]
+    commands: Mapping[int, CommandConnection]
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -228,7 +217,7 @@ def _start(attempt: Attempt, stack: ExitStack) -> RunningAttempt:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, connections = assign(attempt, board, descendants.tag, stack, worker_ends)
+        assignments, receivers, commands = _assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
         group = STARTERS[attempt.plan.start_method](call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -241,7 +230,7 @@ def _start(attempt: Attempt, stack: ExitStack) -> RunningAttempt:
     guardian = Guardian(group.process_groups(), descendants.tag, log_path)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, connections, tails, store,
+        attempt, assignments, group, board, receivers, commands, tails, store,
         selector, memory, devices, guardian, left_running, stack.pop_all(),
     )  # fmt: skip
 
@@ -284,10 +273,10 @@ def _end_descendants(
     ended += descendants.end({*first_groups, *group.pids().values()})
 
 
-def assign(
+def _assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[list[Assignment], WorkerConnections]:
-    """Create each worker's descriptors and assignment.
+) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, CommandConnection]]:
+    """Create each worker's descriptors and assignment; return the assignments, and this process's ends by rank.
 
     Args:
         attempt: the attempt, with the port of the store in its topology.
@@ -300,8 +289,9 @@ def assign(
         OSError: descriptors or memory ran out.
     """
     spec, plan = attempt.spec, attempt.plan
-    connections = WorkerConnections()
     assignments: list[Assignment] = []
+    receivers: dict[int, EventReceiver] = {}
+    commands: dict[int, CommandConnection] = {}
     key = attempt.key or (signing.new_key() if attempt.topology.num_nodes == 1 else b"")
     main_rank = attempt.ranks.start if attempt.first_collected is None else attempt.first_collected
     for local_rank, rank in enumerate(attempt.ranks):
@@ -316,12 +306,12 @@ def assign(
                 is_spmd=spec.is_spmd,
                 attempt=attempt.number,
                 board_fd=board.fd,
-                event_fd=_open_events(rank, connections, stack, worker_ends),
+                event_fd=_open_events(rank, receivers, stack, worker_ends),
                 # Every rank may hold shards of weights, so each gets an outbox.
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, connections.commands, worker_ends) if spec.has_debugger else -1,
+                command_fd=_connect(rank, commands, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,
                 is_script=spec.is_script,
@@ -336,14 +326,16 @@ def assign(
                 descendant_tag=tag,
             )
         )
-    return assignments, connections
+    return assignments, receivers, commands
 
 
-def _open_events(rank: int, connections: WorkerConnections, stack: ExitStack, worker_ends: ExitStack) -> int:
+def _open_events(
+    rank: int, receivers: dict[int, EventReceiver], stack: ExitStack, worker_ends: ExitStack
+) -> int:
     """Create the pipe for a rank's events; return the worker's end."""
     reading, writing = os.pipe()
     descriptors.keep_from_children(reading)
-    connections.receivers[rank] = EventReceiver(reading, f"rank {rank}")
+    receivers[rank] = EventReceiver(reading, f"rank {rank}")
     stack.callback(descriptors.close, reading)
     writing = descriptors.moved_high(writing)
     worker_ends.callback(os.close, writing)
@@ -356,9 +348,9 @@ def _open_outbox(rank: int, stack: ExitStack) -> int:
     return fd
 
 
-def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: ExitStack) -> int:
+def _connect(rank: int, commands: dict[int, CommandConnection], worker_ends: ExitStack) -> int:
     """Create a connection to a rank; return the worker's end."""
-    connections[rank], fd = connect()
+    commands[rank], fd = connect()
     worker_ends.callback(os.close, fd)
     return fd
 

@@ -44,6 +44,10 @@ _STAMP_NAME = ".nblaunch_job.json"
 
 _ADVICE = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
+_VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
+"""States of processes that this process can see; processes on other machines or in other containers are
+invisible to it."""
+
 _in_use: set[Path] = set()
 """Folders of this process's running jobs."""
 
@@ -166,12 +170,26 @@ class JobLog(LogFolder):
         self._unlock()
 
     def prune(self) -> None:
-        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``.
+        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``, except jobs that may be running, in any process.
 
         Pruning takes milliseconds, so it happens while workers run. Every twentieth job also prunes before its start,
         because short jobs end before they prune.
         """
-        _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
+        names = [name for name in os.listdir(self._root) if name != self.path.name]
+        if len(names) < self._max_jobs:
+            return
+        stamps = [stamp for name in names if (stamp := _stamp_of(self._root / name))]
+        visible_jobs = [
+            (made_ns, folder, process, state)
+            for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
+            if (state := process.state(made_ns / 1e9)) in _VISIBLE
+            # A clone of this machine may have started the job before this machine booted.
+            and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
+        ]
+        for _, folder, process, state in visible_jobs[: max(0, len(visible_jobs) - (self._max_jobs - 1))]:
+            is_own = state is ProcessState.RUNS and process.pid == os.getpid()
+            if (folder not in _in_use) if is_own else (state is not ProcessState.RUNS):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
         """Create the folder of an attempt and its ranks' files, so that later writes need only disk space.
@@ -266,27 +284,3 @@ def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
         return (status.st_mtime_ns, folder, stamp.process) if stamp.job == folder.name else None
     except (OSError, ValueError):
         return None  # nblaunch did not write this file
-
-
-def _prune(root: Path, max_jobs: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``max_jobs``, except jobs that are running, or may be running, in any process."""
-    names = [name for name in os.listdir(root) if name != current]
-    if len(names) < max_jobs:
-        return
-    stamps = [stamp for name in names if (stamp := _stamp_of(root / name))]
-    visible_jobs = [
-        (made_ns, folder, process, state)
-        for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
-        if (state := process.state(made_ns / 1e9)) in _VISIBLE
-        # A clone of this machine may have started the job before this machine booted.
-        and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
-    ]
-    for _, folder, process, state in visible_jobs[: max(0, len(visible_jobs) - (max_jobs - 1))]:
-        is_own = state is ProcessState.RUNS and process.pid == os.getpid()
-        if (folder not in _in_use) if is_own else (state is not ProcessState.RUNS):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-_VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
-"""States of processes that this process can see; processes on other machines or in other containers are
-invisible to it."""

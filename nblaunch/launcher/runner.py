@@ -356,7 +356,7 @@ class JobRunner(Job):
     def _start_attempt(self) -> None:
         running = self._start_from_launch_states()
         self.slots = {rank: running.board.slot(rank) for rank in running.attempt.ranks}
-        commands = running.connections.commands
+        commands = running.commands
         self.debugger = DebugClient(commands) if commands else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(

@@ -233,7 +233,7 @@ class Supervisor:
 
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
-        for rank, receiver in self._running.connections.receivers.items():
+        for rank, receiver in self._running.receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, partial(self._read_pipe, rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
@@ -277,11 +277,11 @@ class Supervisor:
     def _read_pipe(self, rank: int) -> None:
         """Handle the events of a rank; stop waiting for more if its pipe was closed."""
         if self._receive(rank):
-            self._selector.unregister(self._running.connections.receivers[rank].fd)
+            self._selector.unregister(self._running.receivers[rank].fd)
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; return whether its pipe was closed."""
-        events, is_closed = self._running.connections.receivers[rank].receive()
+        events, is_closed = self._running.receivers[rank].receive()
         for event in events:
             self._handle(rank, event)
         return is_closed
@@ -304,7 +304,7 @@ class Supervisor:
 
     def _read_pipes(self, ranks: Sequence[int] | None = None) -> None:
         """Handle the events that ranks have sent so far; None = all ranks."""
-        receivers = self._running.connections.receivers
+        receivers = self._running.receivers
         for rank in receivers if ranks is None else ranks:
             if receivers[rank].fd in self._selector.get_map():
                 self._read_pipe(rank)
@@ -313,7 +313,7 @@ class Supervisor:
         assert self._debugger is not None, "the loop waits only for connections of a debugger"
         self._debugger.receive_available()
         if rank in self._debugger.gone:
-            self._selector.unregister(self._running.connections.commands[rank])  # the client may be closed
+            self._selector.unregister(self._running.commands[rank])  # the client may be closed
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)
@@ -348,7 +348,7 @@ class Supervisor:
             if not self._report.cancelled:
                 self._interrupt()
         if requests.wants_stop and self._agreement is None:
-            slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
+            slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
             peers, now = self._peers, time.monotonic()
             self._agreement = StopAgreement(slots, now) if peers is None else peers.agreement(slots)
         for signum in requests.take_signals():
@@ -389,7 +389,7 @@ class Supervisor:
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
-        slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
+        slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"SIGTERM received: ranks have {grace_s:g} s to save their work and return")
 
@@ -568,7 +568,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Read pipes, logs and the board to their end."""
-        for rank in self._running.connections.receivers:
+        for rank in self._running.receivers:
             self._receive(rank)
         for tail in self._running.tails.values():
             for event in tail.read_rest():

@@ -24,11 +24,12 @@ import json
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -160,9 +161,8 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str, pr
     for rank, name, began, ended, about in chain([first], others):
         if rank not in ranks:
             ranks.add(rank)
-            for about_rank in ({"name": f"rank {rank}"}, {"sort_index": rank}):
-                what = "thread_name" if "name" in about_rank else "thread_sort_index"
-                file.write(",\n" + json.dumps(_metadata(what, rank, about_rank)))
+            file.write(",\n" + json.dumps(_metadata("thread_name", rank, {"name": f"rank {rank}"})))
+            file.write(",\n" + json.dumps(_metadata("thread_sort_index", rank, {"sort_index": rank})))
         args = f',"args":{json.dumps(about)}' if about else ""
         file.write(
             f',\n{{"ph":"X","pid":{_PID},"tid":{rank},"name":"{name}","ts":{began - start},'
@@ -213,27 +213,18 @@ def _events_of_trace(path: Path, rank: int, start_s: float, end_s: float) -> Ite
     length_us = (end_s - start_s) * _US_PER_S
     if not any(-event.get("dur", 0) <= event["ts"] + shift_us <= length_us for event in slices):
         raise ValueError(f"{path} was not recorded while the job ran")
-    pids, tids = _Numbers((rank + 1) * _PIDS_PER_RANK), _Numbers(1)
+    # A trace identifies some processes and threads by text.
+    pids = defaultdict[Any, int](count((rank + 1) * _PIDS_PER_RANK).__next__)
+    tids = defaultdict[Any, int](count(1).__next__)
     for event in slices:
         is_new = event["pid"] not in pids
-        pid, tid = pids.of(event["pid"]), tids.of((event["pid"], event.get("tid")))
+        pid, tid = pids[event["pid"]], tids[event["pid"], event.get("tid")]
         if is_new:
             name = f"rank {rank}: torch.profiler"
             yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
         more = {key: event[key] for key in ("name", "cat", "args") if key in event}
         begin = round(event["ts"] + shift_us, 3)
         yield {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": event.get("dur", 0), **more}
-
-
-class _Numbers(dict[Any, int]):
-    """Numbers for processes and threads, some of which a trace identifies by text."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self._first = first
-
-    def of(self, name: Any) -> int:
-        return self.setdefault(name, self._first + len(self))
 
 
 # --- a picture for notebooks: a typical step and the slowest step of each rank ----------------------------------------
