@@ -10,7 +10,7 @@ import logging
 import pickle
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -130,7 +130,7 @@ def read_loggers() -> LoggerSettings:
             if isinstance(handler, logging.NullHandler):
                 continue
             try:
-                handlers.append(payload.to_bytes(_HandlerRecipe.of(handler), main_by_reference=False))
+                handlers.append(payload.to_bytes(_recipe_of(handler), main_by_reference=False))
             except Exception:
                 left.append(f"the handler {handler} of {f'logger {name!r}' if name else 'the root logger'}")
         setting = LoggerSetting(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
@@ -155,73 +155,52 @@ def write_loggers(settings: LoggerSettings) -> None:
         package = setting.name.partition(".")[0]
         _set_logger(setting)
         if package and package not in sys.modules:
-            packages.when_imported(package, partial(_set_logger_again, setting))
+            packages.when_imported(package, partial(_set_logger, setting))
 
 
-def _set_logger_again(setting: LoggerSetting, module: Any) -> None:
-    _set_logger(setting)
-
-
-def _set_logger(setting: LoggerSetting) -> None:
+def _set_logger(setting: LoggerSetting, module: Any = None) -> None:
     logger = logging.getLogger(setting.name)
     logger.setLevel(setting.level)
     logger.propagate, logger.disabled = setting.propagate, setting.is_disabled
     if not logger.handlers:
         for recipe in setting.handlers:
-            logger.addHandler(pickle.loads(recipe).make())
+            logger.addHandler(_made(*pickle.loads(recipe)))
 
 
 _STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
 """Name of one of the kernel's or Python's streams -> its name in ``sys``."""
 
 
-@dataclass(frozen=True)
-class _HandlerRecipe:
-    """A recipe for creating a handler like the kernel's in a process whose streams differ.
+_Recipe = tuple[Callable[[], logging.Handler], int, "logging.Formatter | None", list[Any]]
+"""Function that creates a handler like the kernel's in a process whose streams differ; the handler's level, formatter
+and filters."""
 
-    Args:
-        stream: name in ``sys`` of the handler's stream; "" if it writes to a file.
-        filename: name of that file; the handler appends to it.
-        encoding: encoding of that file.
-        level: level of the handler.
-        formatter: formatter of the handler.
-        filters: filters of the handler.
+
+def _recipe_of(handler: logging.Handler) -> _Recipe:
+    """Return the recipe that recreates a handler.
+
+    Raises:
+        TypeError: the handler does not simply write to a standard stream or a file.
     """
+    make: Callable[[], logging.Handler]
+    if type(handler) is logging.FileHandler:
+        make = partial(logging.FileHandler, handler.baseFilename, encoding=handler.encoding, delay=True)
+    elif type(handler) is logging.StreamHandler and (name := _name_of_stream(handler.stream)):
+        make = partial(_StandardStreamHandler, name)
+    else:
+        raise TypeError(f"{type(handler).__name__} does not simply write to a standard stream or a file")
+    return make, handler.level, handler.formatter, list(handler.filters)
 
-    stream: str
-    filename: str
-    encoding: str | None
-    level: int
-    formatter: logging.Formatter | None
-    filters: list[Any]
 
-    @classmethod
-    def of(cls, handler: logging.Handler) -> _HandlerRecipe:
-        """Return the recipe that recreates a handler.
-
-        Raises:
-            TypeError: the handler does not simply write to a standard stream or a file.
-        """
-        stream, filename, encoding = "", "", None
-        if type(handler) is logging.FileHandler:
-            filename, encoding = handler.baseFilename, handler.encoding
-        elif type(handler) is logging.StreamHandler and (name := _name_of_stream(handler.stream)):
-            stream = name
-        else:
-            raise TypeError(f"{type(handler).__name__} does not simply write to a standard stream or a file")
-        return cls(stream, filename, encoding, handler.level, handler.formatter, list(handler.filters))
-
-    def make(self) -> logging.Handler:
-        """Create the handler in this process."""
-        handler: logging.Handler
-        if self.stream:
-            handler = _StandardStreamHandler(self.stream)
-        else:
-            handler = logging.FileHandler(self.filename, encoding=self.encoding, delay=True)
-        handler.setLevel(self.level)
-        handler.setFormatter(self.formatter)
-        handler.filters = self.filters
-        return handler
+def _made(
+    make: Callable[[], logging.Handler], level: int, formatter: logging.Formatter | None, filters: list[Any]
+) -> logging.Handler:
+    """Create the handler of a recipe in this process."""
+    handler = make()
+    handler.setLevel(level)
+    handler.setFormatter(formatter)
+    handler.filters = filters
+    return handler
 
 
 class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't subscript StreamHandler

@@ -149,8 +149,31 @@ def _call(path: str, module: Any, *args: Any) -> Any:
     return attrgetter(path)(module)(*args)
 
 
-def _set_by_keywords(path: str, module: Any, values: Mapping[str, Any]) -> None:
+def _keywords(module: str, *pairs: tuple[str, str]) -> Iterator[LibrarySetting]:
+    """Yield a row for each pair of a getter that returns a dictionary and a setter that takes keyword arguments."""
+    for read, write in pairs:
+        yield LibrarySetting(f"{module}.{write}", module, partial(_call, read), partial(_set_keywords, write))
+
+
+def _set_keywords(path: str, module: Any, values: Mapping[str, Any]) -> None:
     attrgetter(path)(module)(**values)
+
+
+def _options(
+    name: str,
+    module: str,
+    read: Callable[[Any], dict[str, Any]],
+    set_option: Callable[[Any, str, Any], object],
+) -> LibrarySetting:
+    """Return a row for a library's options, of which only those that differ are set."""
+
+    def write(library: Any, options: Mapping[str, Any]) -> None:
+        present = read(library)
+        for key, value in options.items():
+            if key not in present or present[key] != value:
+                set_option(library, key, value)
+
+    return LibrarySetting(name, module, read, write)
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -237,14 +260,14 @@ _HOOKS = (
 def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
     """Return the hooks that the user, and not a library, has registered for all modules and optimizers."""
     return [
-        (module, register, hook, _options(sys.modules[module], hooks, key))
+        (module, register, hook, _options_of_hook(sys.modules[module], hooks, key))
         for module, hooks, register in _HOOKS
         for key, hook in getattr(sys.modules[module], hooks).items()
         if is_user_function(hook)
     ]
 
 
-def _options(module: Any, hooks: str, key: int) -> dict[str, bool]:
+def _options_of_hook(module: Any, hooks: str, key: int) -> dict[str, bool]:
     """Return the options that a hook was registered with."""
     suffixes = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
     return {name: True for name, suffix in suffixes.items() if key in getattr(module, f"{hooks}{suffix}", ())}
@@ -264,20 +287,9 @@ def _compiler_values(config: Any) -> dict[str, Any]:
     }
 
 
-def _set_compiler_values(config: Any, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if getattr(config, name) != value:
-            setattr(config, name, value)
-
-
 def _pandas_options(pandas: Any) -> dict[str, Any]:
     options = pandas._config.config._registered_options.items()
     return {key: value for key, option in options if (value := pandas.get_option(key)) != option.defval}
-
-
-def _set_pandas_options(pandas: Any, options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        pandas.set_option(key, value)
 
 
 _FRONT_END = ("backend", "backend_fallback", "interactive", "toolbar")
@@ -289,22 +301,10 @@ def _figure_parameters(matplotlib: Any) -> dict[str, Any]:
     return {name: parameters[name] for name in parameters if name not in _FRONT_END}
 
 
-def _set_figure_parameters(matplotlib: Any, parameters: Mapping[str, Any]) -> None:
-    current = matplotlib.rcParams
-    current.update({name: value for name, value in parameters.items() if current.get(name) != value})
-
-
 def _jax_options(jax: Any) -> dict[str, Any]:
     return {
         name: value for name, value in jax.config.values.items() if isinstance(value, (bool, int, float, str))
     }
-
-
-def _set_jax_options(jax: Any, options: Mapping[str, Any]) -> None:
-    current = jax.config.values
-    for name, value in options.items():
-        if name in current and current[name] != value:
-            jax.config.update(name, value)
 
 
 def _start_method(multiprocessing: Any) -> str | None:
@@ -463,7 +463,7 @@ _TORCH = (
         "torch.set_printoptions",
         "torch",
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
-        partial(_set_by_keywords, "set_printoptions"),
+        partial(_set_keywords, "set_printoptions"),
     ),
     # torch can't read this setting. While it is on, Python also treats denormal numbers as 0.
     LibrarySetting(
@@ -473,30 +473,24 @@ _TORCH = (
         lambda torch, value: torch.set_flush_denormal(value),
     ),
     *(
-        LibrarySetting(module, module, _compiler_values, _set_compiler_values)
+        _options(module, module, _compiler_values, setattr)
         for module in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
     ),
 )  # fmt: skip
 
 _LIBRARIES = (
-    LibrarySetting(
-        "numpy.seterr", "numpy", lambda numpy: numpy.geterr(), partial(_set_by_keywords, "seterr")
-    ),
-    LibrarySetting(
-        "numpy.set_printoptions",
-        "numpy",
-        lambda numpy: numpy.get_printoptions(),
-        partial(_set_by_keywords, "set_printoptions"),
-    ),
+    *_keywords("numpy", ("geterr", "seterr"), ("get_printoptions", "set_printoptions")),
     *_calls("numpy", ("geterrcall", "seterrcall"), ("getbufsize", "setbufsize")),
-    LibrarySetting("pandas.options", "pandas", _pandas_options, _set_pandas_options),
-    LibrarySetting("matplotlib.rcParams", "matplotlib", _figure_parameters, _set_figure_parameters),
-    LibrarySetting(
-        "sklearn.set_config",
-        "sklearn",
-        lambda sklearn: sklearn.get_config(),
-        partial(_set_by_keywords, "set_config"),
+    _options(
+        "pandas.options", "pandas", _pandas_options, lambda pandas, key, value: pandas.set_option(key, value)
     ),
+    _options(
+        "matplotlib.rcParams",
+        "matplotlib",
+        _figure_parameters,
+        lambda matplotlib, key, value: matplotlib.rcParams.update({key: value}),
+    ),
+    *_keywords("sklearn", ("get_config", "set_config")),
     *_attributes("PIL.Image", "MAX_IMAGE_PIXELS", "EXTENSION"),
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
@@ -507,7 +501,7 @@ _LIBRARIES = (
         tracker_runs.mlflow_runs,
         tracker_runs.take_over_mlflow_runs,
     ),
-    LibrarySetting("jax.config", "jax", _jax_options, _set_jax_options),
+    _options("jax.config", "jax", _jax_options, lambda jax, key, value: jax.config.update(key, value)),
     *_calls("keras", ("config.floatx", "config.set_floatx")),
     *_calls("cv2", ("getNumThreads", "setNumThreads")),
 )
