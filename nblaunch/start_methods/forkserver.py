@@ -6,7 +6,8 @@ kernel ── call by cloudpickle ──> server (fresh interpreter, loads it on
    ^                                 ├── fork ──> worker 0
    └── started / ended of each rank ─┴── fork ──> worker 1
 
-If the device was used while the call was being loaded, the server starts fresh workers instead.
+If the device, or a library that does not survive a fork, was used while the call was being loaded, the server starts
+fresh workers instead.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.inheritance import library_threads
 
 _REPORT = struct.Struct("<iii")
 """A report from the server to the kernel: kind, rank, and a process id or an exit code."""
@@ -180,8 +182,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
-    If loading the call has used the device (one of its modules did so on import), forked copies of this process can't
-    use the device. The workers are then fresh interpreters, and each of them loads the call.
+    Loading the call may use the device, or start threads of a library: one of its modules may do so on import. If
+    forked copies of this process would then fail, the workers are fresh interpreters, and each of them loads the call.
     """
     first = boot.assignments[0]
     backend = backends.find(first.backend, first.registered_backend)
@@ -190,7 +192,8 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
             backend.preload()
     except RuntimeError as error:
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
-    hazard = backend.fork_hazard()
+    device_hazard = backend.fork_hazard()
+    hazard = device_hazard or library_threads.find_hazard(call)
     if hazard is None:
         os.close(boot.call.fd)
         board = Board(first.topology.world_size, first.board_fd)
@@ -198,7 +201,7 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     text = (
         "every worker loads the function on its own, so the workers do not share the model: after a fresh "
         f"process had loaded the function, {hazard}. To share the model, import the code that uses the "
-        "device inside the function"
+        f"{'library' if device_hazard is None else 'device'} inside the function"
     )
     EventSender(first.event_fd).send(Note.of_job(text))
     pids = spawn_workers(boot.assignments, boot.call)

@@ -29,5 +29,6 @@ tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb and tra
                   would lose
 threads_and_children.py  restarts log listeners, reports joins of threads that the fork left behind, and lets workers
                   query programs that the kernel has started
+library_threads.py  libraries with threads of their own, which fail in a fork: grpc, polars, TensorFlow
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
 """

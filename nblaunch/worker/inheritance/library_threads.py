@@ -1,0 +1,169 @@
+"""Libraries that run threads of their own in this process, and fail in a fork of it.
+
+The kernel and the server of a forkserver check them before they fork workers (``launcher/fork_safety.py``,
+``start_methods/forkserver.py``).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nblaunch.user_code import is_user_function, names_in, reachable_from
+from nblaunch.wire.assignment import FunctionCall
+
+_THREADS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that has its own threads and fails in a fork of a process that has used it.
+
+    Args:
+        name: name of its module.
+        thread: matches the names of its threads, as Linux shortens them (15 characters).
+        flag: module and variable that is true once it runs threads, if its threads have no names.
+        harm: what a fork would do to a function that uses the library, as the end of a sentence.
+        hazard: why a fork is unsafe for all functions, as the end of a sentence; empty if others survive it.
+    """
+
+    name: str
+    thread: str = ""
+    flag: tuple[str, str] | None = None
+    harm: str = "whose threads a fork does not copy: its first call in a worker would wait forever"
+    hazard: str = ""
+
+    def is_running(self) -> bool:
+        """Return whether the library runs threads in this process; False if the system does not list threads."""
+        if self.name not in sys.modules:
+            return False
+        if self.flag is not None:
+            module, variable = self.flag
+            return bool(getattr(sys.modules.get(module), variable, False))
+        return any(re.fullmatch(self.thread, name) for name in _thread_names())
+
+
+LIBRARIES = (
+    # Ray comes before grpc, because it contains grpc. Its threads remain after ray.shutdown().
+    Library(
+        "ray",
+        "gcs_client_io_s",
+        harm="which this process has already used: forked workers would give their objects the same IDs",
+    ),
+    Library("polars", r"polars-\d+"),
+    Library(
+        "grpc",
+        r"event_engine|grpc_global_tim",
+        # Its handlers run at every fork (pthread_atfork). In the child, they start its threads again, which abort if
+        # the fork has copied an event poller in the middle of a change.
+        hazard="gRPC runs threads in this process, and its fork handlers crash some workers, even if their function "
+        "does not use gRPC; forks are safe again once its channels and servers are closed",
+    ),
+    Library("jax", "tf_XLAEigen"),
+    Library("tensorflow", r"tf_\w+"),
+    Library("numba", flag=("numba.np.ufunc.parallel", "_is_initialized")),
+)
+
+_TOKIO_THREADS = {"tokio-rt-worker", "tokio-runtime-w"}
+_FORKABLE = {"tokenizers"}
+"""Libraries that contain tokio, but use it for downloads only."""
+
+
+def find_hazard(call: FunctionCall) -> str | None:
+    """Return why a library in this process makes a fork unsafe, as the end of a sentence; None if none does.
+
+    Args:
+        call: the function and its arguments.
+    """
+    running = [library for library in LIBRARIES if library.is_running()]
+    for library in running:
+        if library.hazard:
+            return library.hazard
+    if not running and not _runs_tokio():
+        return None
+    names = _libraries_of(call)
+    running += [Library(name) for name in sorted(names) if _runs_tokio() and _is_built_on_tokio(name)]
+    used = [library for library in running if library.name in names]
+    if used:
+        return f"the function uses {used[0].name}, {used[0].harm}"
+    loaded = sorted(name for name in names if name in sys.modules)
+    for library in running:
+        users = [name for name in loaded if _requires(name, library.name)]
+        if users:
+            return f"the function uses {users[0]}, which requires {library.name}, {library.harm}"
+    return None
+
+
+def _thread_names() -> set[str]:
+    names: set[str] = set()
+    with suppress(OSError):  # no such folder on this system
+        for folder in _THREADS.iterdir():
+            with suppress(OSError):  # the thread has just ended
+                # Linux cuts names after 15 bytes, even within a character.
+                names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
+    return names
+
+
+def _runs_tokio() -> bool:
+    """Return whether tokio, a Rust library for asynchronous code, runs threads in this process."""
+    return not _TOKIO_THREADS.isdisjoint(_thread_names())
+
+
+def _is_built_on_tokio(library: str) -> bool:
+    """Return whether a loaded library contains tokio; False for libraries that survive a fork."""
+    if library in _FORKABLE:
+        return False
+    return any(
+        _contains_tokio(file)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == library
+        and (file := str(getattr(module, "__file__", None))).endswith(".so")
+    )
+
+
+@lru_cache(maxsize=256)
+def _contains_tokio(file: str) -> bool:
+    try:
+        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(b"/tokio-") >= 0
+    except (OSError, ValueError):  # the file was removed or is empty
+        return False
+
+
+@lru_cache(maxsize=256)
+def _requires(library: str, other: str) -> bool:
+    """Return whether a library's metadata lists ``other`` as a requirement, other than for an extra.
+
+    Libraries may import their requirements late, inside functions, so their loaded modules do not show the use.
+    """
+    try:
+        requirements = metadata.requires(library) or ()
+    except Exception:  # it has no metadata, or its distribution has another name
+        return False
+    return any(
+        re.match(r"[\w.-]+", text)[0].lower() == other and "extra ==" not in text  # type: ignore[index]
+        for text in requirements
+    )
+
+
+def _libraries_of(call: FunctionCall) -> set[str]:
+    """Return the libraries that the user's code in ``call``, or the arguments of the call, refer to."""
+    return {name for value in reachable_from(call) for name in _names_of_libraries(value)}
+
+
+def _names_of_libraries(value: Any) -> set[str]:
+    """Return the libraries that a value refers to: as a module, by its type, or by names in a function."""
+    if issubclass(type(value), ModuleType):
+        return {value.__name__.partition(".")[0]}
+    if is_user_function(value):
+        return set(names_in(value.__code__))
+    kind = value if issubclass(type(value), type) else type(value)
+    return {str(kind.__module__).partition(".")[0]}
