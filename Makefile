@@ -42,8 +42,6 @@ ARGS ?=
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 3 )))
 # Set to --thorough to run the tests marked as thorough, too.
 THOROUGH ?=
-# Set to anything to run files with failed tests once more, one test at a time.
-AGAIN ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
@@ -111,16 +109,16 @@ $(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[docs]')
 
 ifeq ($(strip $(ARGS)),)
-# Run every part, even after a failure. The last lines list the parts that failed. The XLA tests, which have an environment
-# of their own, run while pip fills the other one, because pip uses one core.
+# Run every part, even after a failure. The last lines list the parts that failed. The XLA tests have an environment of
+# their own. Two processes run them beside everything else, so that cores work while other tests wait.
 test:  ## lint, then run all tests, including XLA; the last lines list failed parts. With ARGS: run only the tests they select
 	@mkdir -p artifacts; make="$(MAKE) --no-print-directory"; failed=; \
-	$$make test-xla > artifacts/test-xla.log 2>&1 & xla=$$!; trap "kill $$xla; exit 1" INT TERM; \
+	$$make test-xla WORKERS=2 > artifacts/test-xla.log 2>&1 & xla=$$!; trap "kill $$xla; exit 1" INT TERM; \
 	$$make --keep-going setup browser colab-env; \
 	echo; echo "== lint =="; $$make lint || failed=" lint"; \
+	echo; echo "== test-main =="; $$make test-main || failed="$$failed test-main"; \
 	wait $$xla || failed="$$failed test-xla"; \
 	echo; echo "== test-xla =="; cat artifacts/test-xla.log; \
-	echo; echo "== test-main =="; $$make test-main || failed="$$failed test-main"; \
 	if [ -n "$$failed" ]; then echo "make test: failed:$$failed"; exit 1; fi; \
 	echo "make test: lint, test-xla and test-main passed"
 else
@@ -128,15 +126,9 @@ test: setup browser colab-env
 	$(BIN)/python -m pytest $(THOROUGH) $(ARGS)
 endif
 
-# Run a whole suite. $(1): interpreter, $(2): test paths, $(3): options. A retry runs whole files, because browser tests
-# continue in the notebook that earlier tests of the file opened.
+# Run a whole suite. $(1): interpreter, $(2): test paths, $(3): options.
 define whole_suite
-	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 5 --no-loadscope-reorder || { status=$$?; \
-	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
-	files=$$($(1) -m pytest $(2) $(3) --last-failed --last-failed-no-failures none --collect-only --quiet | sed -n 's/::.*//p' | sort -u); \
-	if [ -z "$$files" ]; then exit $$status; fi; \
-	echo; echo "Running files with failures once more. A test that passes now is flaky, which is a defect: see tests/flaky.md."; \
-	$(1) -m pytest $(3) $$files --maxfail 10 --verbose; }
+	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 5 --no-loadscope-reorder
 endef
 
 test-main: setup browser colab-env  ## run all tests except XLA
