@@ -36,43 +36,52 @@ CATCHING = """try:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def unused_ports() -> list[int]:
+    """Return two ports that are free now."""
+    with socket.socket() as one, socket.socket() as other:
+        for listener in (one, other):
+            listener.bind(("localhost", 0))
+        return [listener.getsockname()[1] for listener in (one, other)]
 
 
 @pytest.mark.parametrize("method", ["spawn", thorough("fork")])
-@pytest.mark.parametrize("way", ["tcp", "env", "file"])
-def test_ranks_meet_at_an_address_of_the_script(
-    way: str, method: str, unused_port: int, tmp_path: Path
+@pytest.mark.parametrize("first", ["env", thorough("tcp"), thorough("file")])
+def test_ranks_meet_at_addresses_of_the_script(
+    first: str, method: str, unused_ports: list[int], tmp_path: Path
 ) -> None:
-    url = {"tcp": f"tcp://localhost:{unused_port}", "env": "env://", "file": f"file://{tmp_path}/store"}[way]
-    address = ADDRESS.format(port=unused_port) if way == "env" else "pass"
+    """They form one group after the other, at another kind of address each time."""
+    urls = {"tcp": f"tcp://localhost:{unused_ports[1]}", "env": "env://", "file": f"file://{tmp_path}/store"}
     name = script(f"""
         import os
         import torch
         import torch.distributed as dist
-        {address}
+        {ADDRESS.format(port=unused_ports[0])}
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method={url!r}, rank=rank, world_size=world_size)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        print("total", int(total), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
-        dist.destroy_process_group()
+        for url in {sorted(urls.values(), key=lambda url: not url.startswith(first))}:
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            print(url[:3], int(total), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+            dist.destroy_process_group()
     """)
-    ended = launch("--num_processes", "2", "--start_method", method, name, timeout=90)
+    ended = launch("--num_processes", "2", "--start_method", method, name)
     assert ended.code == 0, ended.err
-    assert sorted(ended.lines) == ["[0] total 2 True", "[1] total 2 True"]
+    met = [f"[{rank}] {url[:3]} 2 True" for rank in range(2) for url in sorted(urls.values())]
+    assert sorted(ended.lines) == met
 
 
-@pytest.mark.parametrize("call", ["spawn", "start_processes"])
-@pytest.mark.parametrize("has_address", [True, False])
-def test_one_process_may_spawn_its_ranks(call: str, has_address: bool, unused_port: int) -> None:
-    address = ADDRESS.format(port=unused_port) if has_address else "pass"
-    ended = launch("--num_processes", "1", script(SPAWNS.format(address=address, call=call)), timeout=90)
+@pytest.mark.parametrize(
+    ("call", "has_address"),
+    [
+        ("spawn", True),
+        ("start_processes", False),
+        thorough("spawn", False),
+        thorough("start_processes", True),
+    ],
+)
+def test_one_process_may_spawn_its_ranks(call: str, has_address: bool, unused_ports: list[int]) -> None:
+    address = ADDRESS.format(port=unused_ports[0]) if has_address else "pass"
+    ended = launch("--num_processes", "1", script(SPAWNS.format(address=address, call=call)))
     assert ended.code == 0, ended.err
     assert ended.lines == ["total 2"] * 2
 
@@ -94,18 +103,18 @@ def test_ranks_that_spawned_processes_still_meet() -> None:
             print("total", int(total), flush=True)
             dist.destroy_process_group()
     """)
-    ended = launch("--num_processes", "2", name, timeout=90)
+    ended = launch("--num_processes", "2", name)
     assert ended.code == 0, ended.err
     assert sorted(ended.lines) == ["[0] total 2", "[1] total 2"]
 
 
-def test_ranks_that_spawn_ranks_fail_at_once(unused_port: int) -> None:
+def test_ranks_that_spawn_ranks_fail_at_once(unused_ports: list[int]) -> None:
     """Both groups need the same port, so the second one fails while the first one still runs."""
-    meeting = ADDRESS.format(port=unused_port)
+    meeting = ADDRESS.format(port=unused_ports[0])
     waiting = "\n        ".join(["while not os.path.exists('failed'):", "    __import__('time').sleep(0.01)"])
     text = SPAWNS.format(address=meeting, call="spawn").replace("dist.destroy_process_group()", waiting)
     name = script(text.replace("mp.spawn(run, args=(2,), nprocs=2)", CATCHING))
-    ended = launch("--num_processes", "2", name, timeout=90)
+    ended = launch("--num_processes", "2", name)
     assert ended.code == 1
     assert "nblaunch has already started one process per rank" in ended.err
     assert "num_processes=1" in ended.err
