@@ -50,9 +50,9 @@ from tests.forkserver import TOKEN_LENGTH, TOKEN_VARIABLE, ForkedProcess, Forkse
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-START_TIMEOUT_S = 60.0
-CELL_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 240.0
+CELL_TIMEOUT_S = 240.0
+CLOSE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

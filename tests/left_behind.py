@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PROC = Path("/proc/self")
 

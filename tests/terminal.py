@@ -80,7 +80,7 @@ def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 3
             if not piece:
                 break
             written += piece
-        return program.wait(30), written.decode()
+        return program.wait(180), written.decode()
     finally:
         os.close(own)
         if its >= 0:

@@ -77,7 +77,7 @@ def test_an_open_file_is_found(tmp_path: Path) -> None:
     before = Snapshot.take()
     fd = os.open(tmp_path / "left.txt", os.O_CREAT | os.O_WRONLY)
     try:
-        assert left_behind.find(before) == [f"file descriptor {fd}: {tmp_path / 'left.txt'}"]
+        assert left_behind.find(before, grace_s=0) == [f"file descriptor {fd}: {tmp_path / 'left.txt'}"]
     finally:
         os.close(fd)
 
@@ -98,7 +98,7 @@ def test_inherited_ignored_or_blocked_signal_is_found() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        assert left_behind.find(before) == ["signal SIGINT: ignored", "signal SIGTERM: blocked"]
+        assert left_behind.find(before, grace_s=0) == ["signal SIGINT: ignored", "signal SIGTERM: blocked"]
     finally:
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

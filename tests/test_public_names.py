@@ -58,5 +58,5 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def _run(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout.strip()

@@ -54,7 +54,7 @@ LINKS = [
 
 def test_the_example_runs_in_a_fresh_notebook(kernel: Kernel) -> None:
     example, *others = PYTHON
-    shown = kernel.run(example, timeout_s=90).stdout
+    shown = kernel.run(example).stdout
     loss = re.search(r"^loss (\d\.\d+)$", shown, re.MULTILINE)
     assert loss is not None
     assert float(loss[1]) < 0.6  # a coin toss has 0.69
@@ -63,7 +63,7 @@ def test_the_example_runs_in_a_fresh_notebook(kernel: Kernel) -> None:
     )
     kernel.run("assert trained < 0.6, 'the trained weights are in model'")
     for code in others:
-        kernel.run(code, timeout_s=60)
+        kernel.run(code)
 
 
 def test_make_targets_exist() -> None:

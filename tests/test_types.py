@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_mypy_types_launches_and_readme_example(tmp_path: Path) -> None:
     example = tmp_path / "readme.py"
     # In the file, not as options, with which mypy would not use the results of `make lint` about other files.
@@ -28,6 +27,6 @@ def test_mypy_types_launches_and_readme_example(tmp_path: Path) -> None:
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=300,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr

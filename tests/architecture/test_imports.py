@@ -62,7 +62,7 @@ def test_importing_nblaunch_loads_nothing_but_the_standard_library(tmp_path: Pat
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
     )
     loaded = set(run.stdout.split()) - {"nblaunch"}
     # This module of Python is named after the platform, and is in no list.

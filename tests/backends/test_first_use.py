@@ -44,7 +44,7 @@ def test_the_driver_is_asked_whether_it_is_initialised(tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so"
     (tmp_path / "driver.c").write_text(_DRIVER)
     build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
-    subprocess.run(build, check=True, timeout=60)
+    subprocess.run(build, check=True, timeout=300)
     *found, before, after = _run(_ASK.format(library=str(library)), tmp_path)
     assert found == [False, False, True]
     assert before is None
@@ -164,7 +164,7 @@ def _run(program: str, folder: Path, **env: str) -> Any:
         [sys.executable, path],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         env={"PYTHONPATH": ".", **env},
     )

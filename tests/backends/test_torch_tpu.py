@@ -210,7 +210,7 @@ print("torch_tpu" in sys.modules, os.environ.get({first_use.AUTOLOAD!r}))
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert ran.stdout.split() == ["False", str(wish)]

@@ -27,7 +27,7 @@ from playwright.sync_api import Page as BrowserPage
 from tests.browser.server import Server
 from tests.tools import browser as chromium
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 # Turn off dialogs and news for new users, and animations.
 SETTINGS: dict[str, dict[str, Any]] = {

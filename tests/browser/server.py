@@ -24,9 +24,9 @@ import psutil
 
 from tests import forked_kernels, watchman
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
-ANSWER_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 180.0
 _TOKEN_VARIABLE = "NBLAUNCH_TEST_SERVER"
 FORKED = Path(forked_kernels.__file__)
 
@@ -111,7 +111,7 @@ class Server(ABC):
         left = [p for p in psutil.process_iter() if _carries(p, self.token)]
         for process in left:
             process.kill()
-        psutil.wait_procs(left, 10)
+        psutil.wait_procs(left, 30)
         self._home.cleanup()
 
     def __enter__(self: _Own) -> _Own:

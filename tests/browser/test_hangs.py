@@ -11,7 +11,7 @@ from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import HANGS, HEADS, kill, opened, wait_for_table
 from tests.browser.themes import photograph
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 REPORTED, STOPPED = 1, 2
 CELLS = (

@@ -12,7 +12,7 @@ from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import bars, opened, saved_outputs
 from tests.browser.themes import photograph
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 SETUP = """
 import os, time

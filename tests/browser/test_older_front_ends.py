@@ -51,7 +51,7 @@ CELLS = (
     "job = notebook_launcher(train, (), 3, backend='cpu', background=True, hang_timeout_s=5)",
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=[thorough("lab3"), "classic"])

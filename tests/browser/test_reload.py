@@ -11,7 +11,7 @@ import pytest
 from tests.browser.lab import Browser, DefaultLab, Page, write_notebook
 from tests.browser.panel import SETUP, bars
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 TRAINING, OTHER = 1, 2
 

@@ -16,7 +16,7 @@ from tests.browser.panel import HEADS, opened, wait_for_table
 from tests.browser.themes import photograph
 from tests.dashboard.feed import FEED
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # Files in the notebook's folder end a job, or make its last rank slow.
 DRIVE = (

@@ -37,7 +37,7 @@ EPOCHS = 10
 STEP = "            optimizer.zero_grad()\n"
 LONGER_STEP = f"{STEP}            time.sleep(0.08)\n"
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 FAILING, ONE, TWO, OTHER, AGAIN, RESULT = range(1, 7)

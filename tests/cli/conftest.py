@@ -60,7 +60,7 @@ def script(text: str, name: str = "train.py") -> str:
     return name
 
 
-def launch(*words: str, timeout: float = 100, stdin: str | None = None) -> Ended:
+def launch(*words: str, timeout: float = 300, stdin: str | None = None) -> Ended:
     """Run ``nblaunch launch --cpu`` as a program until it ends."""
     ended = subprocess.run(
         [*PROGRAM, "launch", "--cpu", *words], capture_output=True, text=True, timeout=timeout, input=stdin
@@ -90,7 +90,7 @@ class Running:
             self.process.send_signal(number)
 
     def end(self) -> Ended:
-        out, _ = self.process.communicate(timeout=60)
+        out, _ = self.process.communicate(timeout=300)
         return Ended(self.process.returncode, "".join(self.seen) + out, "")
 
 

@@ -285,7 +285,7 @@ def test_an_empty_name_is_not_the_default_file(command: Command) -> None:
 
 
 def terminal(*words: str) -> pexpect.spawn[str]:
-    return pexpect.spawn(PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=60)
+    return pexpect.spawn(PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=300)
 
 
 def test_a_user_answers_in_a_terminal_and_the_file_launches() -> None:
@@ -340,6 +340,6 @@ def test_ctrl_c_leaves_no_file() -> None:
 def test_help_is_quick() -> None:
     """It does not import torch; the limit leaves room for a busy machine."""
     command = [sys.executable, "-X", "importtime", "-m", "nblaunch", "launch", "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert not {"torch", "numpy", "yaml", "nblaunch.launcher.job", "nblaunch.dashboard"} & imported

@@ -138,7 +138,7 @@ def children_of(running: Running) -> list[psutil.Process]:
 
 def assert_gone(processes: list[psutil.Process]) -> None:
     assert len(processes) == 2
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -260,7 +260,7 @@ def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
     running.send(signal.SIGKILL)
     running.process.wait()
     assert_gone(children)
-    psutil.wait_procs(workers, timeout=10)
+    psutil.wait_procs(workers, timeout=30)
     assert not [one for one in workers if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 

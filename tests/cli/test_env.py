@@ -44,7 +44,7 @@ def report(
 ) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
         [sys.executable, "-m", "nblaunch", "env", *options],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **(environ or {})}, preexec_fn=before,
+        capture_output=True, text=True, timeout=300, env={**os.environ, **(environ or {})}, preexec_fn=before,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr

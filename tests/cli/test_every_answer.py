@@ -175,7 +175,6 @@ def settings_of_deepspeed() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 def test_every_pair_of_answers_on_this_machine_is_launched() -> None:
     plans = [*walk("here", 1), *walk("here", 2)]
     chosen = worth_launching(plans)
@@ -233,7 +232,7 @@ def test_every_rendezvous_is_launched(num_machines: str) -> None:
             )
             for rank in range(2)
         ]  # fmt: skip
-        outs = [node.communicate(timeout=100)[0] for node in nodes]
+        outs = [node.communicate(timeout=300)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], outs
         assert all(f"rank {rank} of 2" in outs[rank] for rank in range(2)), outs
     assert met == ({"static", "c10d"} if num_machines == "2" else {"c10d"})

@@ -65,7 +65,7 @@ def test_a_terminal_answers_rank_0() -> None:
         name = script("import os\nif os.environ['RANK'] == '0':\n    print('answer', input('go on? '))\n")
         command = [*PROGRAM, "launch", "--cpu", "--num_processes", "2", "--dashboard", "none", name]
         os.write(own, b"yes\n")
-        ended = subprocess.run(command, stdin=its, capture_output=True, text=True, timeout=100)
+        ended = subprocess.run(command, stdin=its, capture_output=True, text=True, timeout=300)
     finally:
         os.close(own)
         os.close(its)

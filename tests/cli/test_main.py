@@ -45,14 +45,14 @@ def test_closed_streams_are_tolerated(closed: str, tmp_path: Path) -> None:
         "import os, pathlib\nprint('a line')\npathlib.Path('rank' + os.environ['RANK']).touch()\n"
     )
     line = shlex.join([*PROGRAM, "launch", "--cpu", "--num_processes", "2", "--log_dir", "logs", "train.py"])
-    ended = subprocess.run(["/bin/sh", "-c", f"{line} {closed}"], cwd=tmp_path, timeout=100)
+    ended = subprocess.run(["/bin/sh", "-c", f"{line} {closed}"], cwd=tmp_path, timeout=300)
     assert ended.returncode == 0
     assert {path.name for path in tmp_path.glob("rank*")} == {"rank0", "rank1"}
 
 
 def test_questions_without_an_input_are_rejected(tmp_path: Path) -> None:
     line = shlex.join([*PROGRAM, "config", "--config_file", str(tmp_path / "mine.yaml")])
-    ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert "before this question" in ended.stderr.splitlines()[-1]
 
@@ -90,7 +90,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         (["nblaunch", "la"], "launch"),
         (["nblaunch", "launch", "--num_p"], "--num_processes"),
     ):
-        shown = subprocess.check_output(["bash", "-c", complete, script, *words], text=True, timeout=60)
+        shown = subprocess.check_output(["bash", "-c", complete, script, *words], text=True, timeout=300)
         assert offered in shown.split()
 
 
@@ -113,7 +113,7 @@ main()
 
 def test_a_program_ends_without_releasing_torch() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM_WITH_TORCH], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM_WITH_TORCH], capture_output=True, text=True, timeout=300
     )
     assert (ended.returncode, ended.stdout) == (2, "no line end yet exit handler\n"), ended.stderr
     assert "did you mean 'launch'?" in ended.stderr

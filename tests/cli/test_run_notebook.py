@@ -44,7 +44,7 @@ def write(path: Path, *sources: str, parameters: int | None = None) -> Path:
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *map(str, words)], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*PROGRAM, *map(str, words)], capture_output=True, text=True, timeout=300)
 
 
 def outputs(path: Path) -> list[list[dict[str, Any]]]:
@@ -141,7 +141,7 @@ def test_a_signal_ends_the_launch_and_then_the_notebook(
         wait_for(shown, "rank 0 waits", "rank 1 waits")
         os.kill(program.pid, getattr(signal, name))
         rest = shown.read()
-        assert program.wait(60) == 128 + getattr(signal, name)
+        assert program.wait(180) == 128 + getattr(signal, name)
     assert "caught" in rest
     assert "never" not in rest
     assert f"stopped by {name}" in rest
@@ -165,7 +165,7 @@ time.sleep(100)
         wait_for(shown, "no")
         os.kill(program.pid, signal.SIGINT)
         assert "stopped by SIGINT" in shown.read()
-        assert program.wait(60) == 130
+        assert program.wait(180) == 130
 
 
 def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
                 except (TypeError, ValueError) as error:
                     print(type(error).__name__, error)
     """)
-    ended = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines() == [
         "[(7, 0, 2, 'bf16'), (7, 1, 2, 'bf16')]",
         "(8, 0, 1, 'no') <class 'nblaunch.launcher.job.Job'>",
@@ -237,5 +237,5 @@ def test_a_program_without_streams_can_launch(method: str) -> None:
             pathlib.Path("result").write_text(f"{{result}} {{nblaunch.last_job().logs(1)}}")
     """)
     line = shlex.join([sys.executable, name])
-    subprocess.run(["/bin/sh", "-c", f"{line} <&- >&- 2>&-"], timeout=100, check=True)
+    subprocess.run(["/bin/sh", "-c", f"{line} <&- >&- 2>&-"], timeout=300, check=True)
     assert Path("result").read_text().split() == ["42", "into", "the", "log"]

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 AS_ON_MAC = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "mac"), str(Path(__file__).parents[2])])
 }
@@ -44,7 +42,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(150)
 def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
     """Results and weights come back, and no worker outlives its launcher, which only the guardian ensures there."""
     script, pipe = tmp_path / "launch.py", tmp_path / "pipe"
@@ -62,11 +59,10 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
         assert workers.read() == ""  # returns once no worker has the pipe open
 
 
-@pytest.mark.timeout(100)
 def test_mac_report_omits_core_binding() -> None:
     report = subprocess.run(
         [sys.executable, "-m", "nblaunch", "env"],
-        capture_output=True, text=True, timeout=90, check=True, env={**os.environ, **AS_ON_MAC},
+        capture_output=True, text=True, timeout=300, check=True, env={**os.environ, **AS_ON_MAC},
     ).stdout  # fmt: skip
     cores = os.cpu_count()
     assert re.search(rf"^  cpu +{cores} CPU cores? usable \(the machine has {cores}\)$", report, re.MULTILINE)

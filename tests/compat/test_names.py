@@ -185,5 +185,5 @@ def test_explained_names_exist_only_in_accelerate() -> None:
 
 def _run(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout.strip()

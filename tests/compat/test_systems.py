@@ -44,18 +44,18 @@ for use in (import_name, lambda: nblaunch.DistributedType, import_utils, main):
 """
 
 
-@pytest.mark.timeout(60)
 def test_windows_gets_an_explanation() -> None:
-    ended = subprocess.run([sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(
+        [sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=300
+    )
     lines = ended.stdout.splitlines()
     assert (len(lines), len(set(lines)), ended.returncode) == (4, 1, 0), ended.stdout + ended.stderr
     assert "WSL" in lines[0]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("platform", ["emscripten", "aix"])
 def test_unsupported_systems_get_an_explanation(platform: str) -> None:
     program = f"import os, sys\ndel os.fork\nsys.platform = {platform!r}\n{USES}"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("WSL") == 4

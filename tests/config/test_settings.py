@@ -265,7 +265,6 @@ with nblaunch.Session(num_processes=1, backend="cpu") as session:
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_new_setting_is_declared_in_one_file(tmp_path: Path) -> None:
     copy = shutil.copytree(
         Path(nblaunch.__file__).parent, tmp_path / "nblaunch", ignore=shutil.ignore_patterns("__pycache__")

@@ -130,7 +130,7 @@ def test_launcher_halves_stay_light_and_forkable(tmp_path: Path) -> None:
         [sys.executable, "-c", LAUNCHER_HALVES, str(tmp_path), *FAMILIES],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert ended.stdout == "[]\n", ended.stderr
 

@@ -29,9 +29,7 @@ from nblaunch.wire.board import Board, create_memory_file
 from nblaunch.wire.channel import EventReceiver
 
 NUM = 2
-LIMIT_S = 30.0
-
-pytestmark = pytest.mark.timeout(60)
+LIMIT_S = 180.0
 
 
 class Stage:
@@ -171,7 +169,7 @@ def test_a_signal_reaches_one_rank_with_its_children(stage: Stage, tmp_path: Pat
     assert stage.ended == {1: ExitStatus(-signal.SIGKILL)}
     assert group.pids()[0] in group.process_groups()
     assert group.pids()[1] not in group.process_groups()
-    psutil.wait_procs(children[1:], 5)
+    psutil.wait_procs(children[1:], 30)
     assert not (children[1].is_running() and children[1].status() != psutil.STATUS_ZOMBIE)
     assert children[0].is_running()
     group.signal(1, signal.SIGKILL)  # the rank has ended, so nothing happens

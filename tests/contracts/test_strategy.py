@@ -143,7 +143,6 @@ def launch(function, *args):
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_custom_strategy_trains_saves_and_loads(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(CELL)
     ours, other = kernel.run(f"launch(toy.train, True, {str(tmp_path / 'toy')!r})").value

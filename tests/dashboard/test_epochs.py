@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.html import render_html
 from nblaunch.dashboard.table import tabulate, tabulate_epochs
@@ -131,7 +129,6 @@ def train():
 """
 
 
-@pytest.mark.timeout(120)
 def test_epoch_rows_show_losses_and_metrics(kernel: Kernel) -> None:
     kernel.run(TRAIN)
     html = (

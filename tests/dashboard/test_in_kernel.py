@@ -23,7 +23,6 @@ def outputs(cell: object) -> list[str]:
     return [message["msg_type"] for message in cell.messages if message["msg_type"] in kinds]  # type: ignore[attr-defined]
 
 
-@pytest.mark.timeout(60)
 def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     cell = shared.run(
         "d = dashboard.choose(); emit(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)])\n"
@@ -38,7 +37,6 @@ def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     assert "<script" not in table.data["text/html"]
 
 
-@pytest.mark.timeout(60)
 def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -> None:
     cell = shared.run(
         "d = dashboard.choose(); emit(d, begin(2)); emit(d, [LogLines(1, 0.0, ('hello',))]); look(d, [])\n"
@@ -48,7 +46,6 @@ def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -
     assert cell.stdout == "[1] hello\n"
 
 
-@pytest.mark.timeout(60)
 def test_lines_and_steps_need_few_messages(shared: Kernel) -> None:
     # This test uses real time, because the kernel's own buffering affects the count.
     cell = shared.run(
@@ -79,7 +76,6 @@ close(d)
     assert "train: done in" in table.data["text/plain"]
 
 
-@pytest.mark.timeout(60)
 def test_a_background_job_updates_its_own_cell_from_a_thread(shared: Kernel) -> None:
     cell = shared.run(
         """
@@ -103,7 +99,6 @@ thread.start()
     assert other.contents("display_data") == []
 
 
-@pytest.mark.timeout(60)
 def test_figures_of_workers_appear_in_the_cell(shared: Kernel) -> None:
     cell = shared.run(
         """
@@ -123,7 +118,6 @@ close(d)
     assert cell.stdout == "[1] displayed:\n"
 
 
-@pytest.mark.timeout(60)
 def test_dashboards_can_be_text_or_off(shared: Kernel) -> None:
     run = "d = dashboard.choose({!r}); emit(d, begin(1)); emit(d, end(1)); close(d)"
     assert set(shared.run(run.format("text")).displays[0].data) == {"text/plain"}

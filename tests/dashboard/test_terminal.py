@@ -267,7 +267,6 @@ def test_colours_need_a_terminal_or_a_variable(
     assert open_live(file) is None
 
 
-@pytest.mark.timeout(90)
 def test_a_script_in_a_terminal_shows_a_table_that_moves(tmp_path: Path) -> None:
     screen, seen = _run_script(tmp_path)
     steps = [list(map(int, re.findall(r" (\d+)/40 ", text))) for text in seen if "/40 " in text]
@@ -277,7 +276,6 @@ def test_a_script_in_a_terminal_shows_a_table_that_moves(tmp_path: Path) -> None
     _assert_ended(screen)
 
 
-@pytest.mark.timeout(90)
 def test_dumb_terminals_are_not_redrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen, _ = _run_script(tmp_path)
@@ -303,7 +301,6 @@ notebook_launcher(train, num_processes=1, backend="cpu")
 """
 
 
-@pytest.mark.timeout(90)
 def test_debugger_prompts_below_output_without_table(tmp_path: Path) -> None:
     script, screen = tmp_path / "train.py", Emulator()
     script.write_text(BREAKS)

@@ -57,8 +57,6 @@ NUM_KEPT = 5
 ALLOWANCE_BYTES = 2 * BURST_BYTES
 """The initial budget of messages, and the overdraft for the last message and an urgent one."""
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture(scope="module", params=PROFILES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
@@ -88,7 +86,7 @@ class Watched:
         return FrontEnd(self.messages)
 
     def wait_for(self, condition: Callable[[FrontEnd], bool], what: str) -> None:
-        self._kernel.wait_until(lambda: condition(self.front_end), 30, what)
+        self._kernel.wait_until(lambda: condition(self.front_end), 180, what)
 
 
 def test_widgets_are_replaced_when_the_cell_ends(shared: Kernel) -> None:

@@ -127,4 +127,4 @@ class Installation:
 
     def _run(self, command: list[str], path: Path) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "NBLAUNCH_LOG_DIR": str(self.jobs), "PYTHONPATH": str(path)}
-        return subprocess.run(command, env=env, cwd=self._folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=env, cwd=self._folder, capture_output=True, text=True, timeout=300)

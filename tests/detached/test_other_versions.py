@@ -12,8 +12,6 @@ import pytest
 
 from tests.detached.other_versions import Installation
 
-pytestmark = pytest.mark.timeout(600)
-
 RESULT = """
 import nblaunch
 job = nblaunch.attach({!r}, dashboard="none")
@@ -84,7 +82,7 @@ def test_a_process_imports_no_modules_of_another_version(tmp_path: Path) -> None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         installation.replace()
-        _, errors = process.communicate("\n", timeout=60)
+        _, errors = process.communicate("\n", timeout=300)
     assert re.search(
         r"LaunchError: this process runs nblaunch [\d.]+.* replaced by nblaunch 9\.9\.9", errors
     ), errors

@@ -67,7 +67,6 @@ def run(client: BlockingKernelClient, code: str, at_output: Callable[[], object]
     return dict(reply["content"])
 
 
-@pytest.mark.timeout(300)
 def test_a_job_continues_whatever_happens_to_its_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

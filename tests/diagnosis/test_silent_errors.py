@@ -9,8 +9,6 @@ import pytest
 from nblaunch.diagnosis.silent_errors import SilentErrors
 from nblaunch.events import Event, Hint, Note, Observation
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def _cleared(rank: int, problem: str = "no optimizer has stepped") -> Observation:
     return Observation(rank, 0.0, "no_optimizer_steps", problem, "Step", 0, None, "finally", is_hint=True)

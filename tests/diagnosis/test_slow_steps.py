@@ -284,7 +284,6 @@ STEADY = (
 )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("first_store")
 @pytest.mark.parametrize("function", STEADY, ids=lambda one: str(one.__name__))
 def test_a_real_job_gets_the_cause(
@@ -297,7 +296,6 @@ def test_a_real_job_gets_the_cause(
     assert [text for text in texts if cause in text], texts
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("first_store")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_processes_bound_to_the_same_cores_count_together() -> None:
@@ -310,7 +308,6 @@ def test_processes_bound_to_the_same_cores_count_together() -> None:
     assert roaming.joined_by(Neighbour(4, "d", 0.1)) == roaming
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("first_store")
 def test_a_clean_job_gets_no_notice() -> None:
     # Other programs on the same cores, or on the host of this machine, are real causes.
@@ -318,7 +315,6 @@ def test_a_clean_job_gets_no_notice() -> None:
     assert [text for text in notices_of(slow_programs.plain, 15.0) if not of_others.search(text)] == []
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("first_store")
 def test_the_check_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_CHECKS", "-slow_steps")

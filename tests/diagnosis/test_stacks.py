@@ -54,7 +54,6 @@ def _worker(path: Path, function: str) -> Iterator[int]:
             process.kill()
 
 
-@pytest.mark.timeout(60)
 def test_running_python_writes_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     with _worker(path, "compute") as pid:
@@ -66,7 +65,6 @@ def test_running_python_writes_its_stack(tmp_path: Path) -> None:
     assert [frame.name for frame in thread.frames[1:]] == ["compute", "<module>"]
 
 
-@pytest.mark.timeout(60)
 def test_blocked_native_code_writes_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     with _worker(path, "wait_in_native_code") as pid:
@@ -89,13 +87,13 @@ def test_a_real_dump_of_two_threads(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=wait_here)
     thread.start()
-    ready.wait(5)
+    ready.wait(180)
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         threads = parse(file.read())
     go.set()
-    thread.join(5)
+    thread.join(180)
     (current,) = (thread for thread in threads if thread.is_current)
     assert current.frames[0].name == "test_a_real_dump_of_two_threads"
     assert current.frames[0].filename == __file__
@@ -110,7 +108,7 @@ def test_the_stack_of_a_real_crash() -> None:
         "def crash(): os.kill(os.getpid(), signal.SIGSEGV)\n"
         "crash()"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.returncode == -11
     (thread,) = parse(ended.stderr)
     assert thread.is_current

@@ -8,8 +8,6 @@ from tests.architecture.source import ROOT
 from tests.kernels import Kernel
 from tests.test_readme import blocks
 
-pytestmark = pytest.mark.timeout(400)
-
 BLOCKS = """
 class Block(torch.nn.Module):
     def __init__(self):
@@ -73,7 +71,7 @@ def taught(kernel: Kernel) -> Kernel:
 def test_pages_run_unchanged(taught: Kernel, page: str) -> None:
     for given, block in zip(GIVEN[page], python_of(f"how-to/{page}"), strict=True):
         taught.run(given)
-        taught.run(block, timeout_s=120)
+        taught.run(block)
     if page == "sessions":
         taught.run("%ranks stop")
 
@@ -100,5 +98,5 @@ def test_the_detached_jobs_page_runs_unchanged(taught: Kernel) -> None:
     taught.run("build_model = lambda: torch.nn.Sequential(*model)")
     taught.run("%env NBLAUNCH_NUM_PROCESSES=3")  # it inspects rank 2
     name = taught.run(launch).value
-    taught.run(later.replace("train-3f9a2c", name), timeout_s=120)
+    taught.run(later.replace("train-3f9a2c", name))
     taught.run("assert model(inputs).argmax(dim=1).eq(labels).float().mean() > 0.9")

@@ -145,8 +145,8 @@ class Lottery:
                 env={"NBLAUNCH_LOG_DIR": folder, "PATH": path_with_ssh(folder), **self._environment}
             ) as kernel,
         ):
-            kernel.run(PREAMBLE, timeout_s=240)
-            kernel.run(CELL, timeout_s=240)
+            kernel.run(PREAMBLE)
+            kernel.run(CELL)
             yield kernel
 
     # --- failures ------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Lottery:
         return Draw("failure", f"{what} in rank {who}", wrong or left, seconds, left_s)
 
     def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
-        value = kernel.run(f"error_of({what!r}, {who}, {settings})", timeout_s=180).value
+        value = kernel.run(f"error_of({what!r}, {who}, {settings})").value
         # The end of the other ranks depends on how soon they were signalled.
         return [re.sub(r"PATH\n.*", "PATH", comparable(str(part)), flags=re.DOTALL) for part in value]
 
@@ -213,7 +213,7 @@ class Lottery:
         kernel.wait_until(is_over, 240.0, "the error", cell)
         if not cell.is_done:
             kernel.interrupt()
-        name, text, ended_s = cell.wait(60).value
+        name, text, ended_s = cell.wait().value
         seconds = ended_s - killed_s
         if victim == "rank" and is_kept:
             stays = idle
@@ -230,7 +230,7 @@ class Lottery:
 
     def _launch(self, kernel: Kernel, settings: str) -> str:
         """Launch; return what is wrong with the outcome."""
-        cell = kernel.submit(f"launch(rank, return_all=True, {settings})").wait(180)
+        cell = kernel.submit(f"launch(rank, return_all=True, {settings})").wait()
         return "" if cell.result == "[0, 1, 2, 3]" else f"the next launch: {cell.describe()}"
 
     def _judge(self, victim: str, name: str, text: str, seconds: float) -> str:

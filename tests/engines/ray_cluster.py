@@ -89,7 +89,7 @@ def _process() -> Iterator[subprocess.Popen[str]]:
         finally:
             assert process.stdin is not None, "it is a pipe"
             process.stdin.close()
-            process.wait(60)
+            process.wait(180)
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ class SimulatedEngine(Engine):
 
     def close(self) -> None:
         assert self._process is not None, "it was started"
-        self._process.wait(30)
+        self._process.wait(180)
 
 
 class _SimulatedNode(NodeHandle):

@@ -13,7 +13,7 @@ from nblaunch.engines.messages import Proposal, Replies, Subject
 from nblaunch.wire.board import StepBoundaries, private_slot
 from nblaunch.wire.stop_agreement import should_stop
 
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 
 
 class Job:

@@ -10,8 +10,6 @@ from tests.engines.conftest import FAILING, comparable
 from tests.kernels import Kernel
 from tests.thorough import thorough
 
-pytestmark = pytest.mark.timeout(240)
-
 CELL = (
     FAILING
     + """

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.kernels import Kernel
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def test_results_weights_logs_and_metrics_of_all_ranks(kept: Kernel) -> None:
@@ -87,7 +83,7 @@ job = launch(train, gate, background=True, return_all=True)
     assert kept.run("job.is_running").value
     kept.run("while len(job.pids) < 4 or not all('begun' in job.logs(r) for r in range(4)): time.sleep(0.05)")
     assert "in train" in kept.run("job.stacks()").value
-    assert kept.run("open(gate, 'w').close(); job.result(60)").value == [0, 1, 2, 3]
+    assert kept.run("open(gate, 'w').close(); job.result(200)").value == [0, 1, 2, 3]
 
 
 def test_a_detached_job_outlives_its_kernel(notebook: Kernel, tmp_path: str) -> None:
@@ -111,7 +107,7 @@ job_id = job.id
         other.run("import nblaunch, torch")
         notebook.kill()
         other.run(f"job = nblaunch.attach({job_id!r}); open({gate!r}, 'w').close()")
-        assert other.run("job.result(60)").value == [0, 1, 2, 3]
+        assert other.run("job.result(200)").value == [0, 1, 2, 3]
         assert "begun" in other.run("job.logs(3)").value
         other.run("model = torch.nn.Linear(2, 2); job.load_weights(model)")
         assert other.run("model.weight.tolist()").value == [[3.0, 3.0], [3.0, 3.0]]

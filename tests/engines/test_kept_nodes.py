@@ -14,15 +14,12 @@ from tests.engines.conftest import NEW_PROGRAMS
 from tests.kernels import Kernel
 from tests.signals_at_lines import with_signal_at_line
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def ready(notebook: Kernel) -> Kernel:
     """Start a kernel with a node that has run a job."""
     notebook.run(
         "nodes = nblaunch.Nodes(1, engine='processes')\nlaunch(rank, engine=nodes, num_nodes=1)",
-        timeout_s=120,
     )
     return notebook
 
@@ -59,7 +56,7 @@ job = launch(wait, path, engine=nodes, num_nodes=1, background=True)
     error = ready.run("launch(rank, engine=nodes, num_nodes=1)", raises="LaunchError").raised
     assert "another job" in error.value
     ready.run("nodes.close()\nopen(path, 'w').close()")
-    assert ready.run("job.result(60)").value == "ended"
+    assert ready.run("job.result(200)").value == "ended"
     ready.run("os.unlink(path)")
     ready.wait_for_no_processes()
 
@@ -68,7 +65,7 @@ def test_an_interrupt_leaves_the_nodes_ready(kept: Kernel) -> None:
     cell = kept.submit("launch(lambda: (print('under way', flush=True), time.sleep(3600)))")
     cell.wait_for(lambda cell: "under way" in cell.stdout, what="the ranks to run")
     kept.interrupt()
-    cell.wait(60)
+    cell.wait()
     assert cell.error is not None, cell.describe()
     assert cell.error.name == "KeyboardInterrupt"
     assert kept.run("launch(rank), are_only_programs_left()").value == (0, True)
@@ -89,7 +86,6 @@ path = tempfile.mktemp()
 count = launch(fail_once, path, max_restarts=1)
 os.unlink(path)
 """,
-        timeout_s=120,
     )
     assert kept.run("count, launch(rank)").value == ("1", 0)
     kept.run(NEW_PROGRAMS)
@@ -116,7 +112,7 @@ before = node_programs()
 
 def test_a_kept_node_lost_while_loading_restarts_all_nodes(kept: Kernel) -> None:
     kept.run(f"times = 1\n{ENDING}")
-    cell = kept.run("launch(lambda ending: rank(), Ending(), return_all=True)", timeout_s=120)
+    cell = kept.run("launch(lambda ending: rank(), Ending(), return_all=True)")
     assert cell.value == [0, 1, 2, 3]
     assert "start again, because the program of node" in cell.shown
     assert "SIGKILL" in cell.shown
@@ -128,7 +124,7 @@ def test_a_kept_node_lost_while_loading_restarts_all_nodes(kept: Kernel) -> None
 def test_nodes_that_end_again_while_loading_are_named(ready: Kernel) -> None:
     ready.run(f"times = 3\n{ENDING}")
     call = "launch(lambda ending: rank(), Ending(), engine=nodes, num_nodes=1)"
-    error = ready.run(call, timeout_s=120, raises="LaunchError").raised
+    error = ready.run(call, raises="LaunchError").raised
     assert "ended before the ranks started: its process was killed by SIGKILL" in error.value
     ready.wait_for_no_processes()
     assert ready.run("launch(rank, engine=nodes, num_nodes=1)").value == 0

@@ -8,8 +8,6 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(240)
-
 TRAIN = """
 def train(gate=""):
     dist.init_process_group("gloo")
@@ -35,7 +33,7 @@ def _start(notebook: Kernel, call: str) -> None:
 def test_a_killed_node_program_loses_the_node(notebook: Kernel) -> None:
     _start(notebook, "launch(train, background=True)")
     notebook.run("os.kill(nodes[1], signal.SIGKILL)")
-    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    error = notebook.run("job.result(200)", raises="NodeLost").raised
     assert "(host " in error.value
     assert "was lost: its process was killed by SIGKILL" in error.value
     assert notebook.run("node_programs()").value == []
@@ -46,7 +44,7 @@ def test_a_killed_node_program_loses_the_node(notebook: Kernel) -> None:
 def test_a_silent_node_is_named_and_lost(notebook: Kernel) -> None:
     _start(notebook, "launch(train, background=True, dashboard='text')")
     notebook.run("os.kill(nodes[0], signal.SIGSTOP)")
-    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    error = notebook.run("job.result(200)", raises="NodeLost").raised
     assert "has sent no heartbeat for 15 s" in error.value
     notebook.wait_for_no_processes()
 
@@ -77,7 +75,7 @@ def is_ready(frame):  # the launching process has asked for everything that it n
 
 def test_a_node_lost_while_another_loads_the_call_is_named(notebook: Kernel, tmp_path: Path) -> None:
     notebook.run(f"path = {str(tmp_path / 'first')!r}\n{LOADS}")
-    error = notebook.run("launch(print, Loaded())", raises="LaunchError", timeout_s=90).raised
+    error = notebook.run("launch(print, Loaded())", raises="LaunchError").raised
     assert "its process was killed by SIGKILL" in error.value
     notebook.wait_for_no_processes()
 
@@ -85,7 +83,7 @@ def test_a_node_lost_while_another_loads_the_call_is_named(notebook: Kernel, tmp
 def test_a_lost_node_is_replaced_for_a_restart(notebook: Kernel) -> None:
     _start(notebook, "launch(train, 'open', background=True, max_restarts=1, return_all=True)")
     notebook.run("os.kill(nodes[1], signal.SIGKILL)")
-    assert notebook.run("job.result(90)").value == [0, 1, 2, 3]
+    assert notebook.run("job.result(200)").value == [0, 1, 2, 3]
     assert notebook.run("job.attempt").value == 1
     assert "restart 1" in notebook.run("job.logs(3)").value
     assert "restart 0" in notebook.run("job.logs(3, attempt=0)").value

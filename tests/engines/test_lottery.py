@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.lottery import BUSY_LEFT_S, TOKEN, Lottery
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 SPAN_S = 8.0
 

@@ -22,7 +22,7 @@ from nblaunch.start_methods.saved_call import save_call
 from nblaunch.topology import Topology
 
 KEY = b"k" * 32
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="Ray has no wheels for this Python")
 
 from tests.engines.ray_cluster import RayCluster, cluster
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def train():
     dist.barrier()
     return rank()
 """)
-    assert notebook.run("go(train, return_all=True)", timeout_s=180).value == [0, 1, 2, 3]
+    assert notebook.run("go(train, return_all=True)").value == [0, 1, 2, 3]
     assert notebook.run("ray.is_initialized(), ray.get(counter.add.remote())").value == (True, 2)
     notebook.run(
-        "deadline = time.monotonic() + 20\nwhile free() != before and time.monotonic() < deadline: time.sleep(0.1)"
+        "deadline = time.monotonic() + 120\nwhile free() != before and time.monotonic() < deadline: time.sleep(0.1)"
     )
     assert notebook.run("free() == before").value is True
     states = notebook.run("[group['state'] for group in ray.util.placement_group_table().values()]").value
@@ -89,7 +89,7 @@ def put():
         ray.shutdown()
 """)
     first, second = notebook.run(
-        "nblaunch.notebook_launcher(put, num_processes=2, return_all=True, backend='cpu')", timeout_s=180
+        "nblaunch.notebook_launcher(put, num_processes=2, return_all=True, backend='cpu')"
     ).value
     assert first != second
     notebook.run(f"ray.init({address!r}, log_to_driver=False)")
@@ -105,15 +105,13 @@ def read():
 os.environ["NCCL_DEBUG"] = "WARN"
 """)
     environment = {"working_dir": str(tmp_path), "env_vars": {"NCCL_DEBUG": "INFO"}}
-    values = notebook.run(f"go(read, runtime_env={environment!r}, return_all=True)", timeout_s=180).value
+    values = notebook.run(f"go(read, runtime_env={environment!r}, return_all=True)").value
     assert values == [("there", "INFO")] * 4
 
 
 @pytest.mark.thorough
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
-    size = notebook.run(
-        "go(lambda: int(os.environ['WORLD_SIZE']), num_nodes='1:4', num_processes=8)", timeout_s=180
-    ).value
+    size = notebook.run("go(lambda: int(os.environ['WORLD_SIZE']), num_nodes='1:4', num_processes=8)").value
     assert size == 4, "two of at most four nodes, with two ranks each"
 
 
@@ -129,7 +127,7 @@ ray.get([one.ready.remote() for one in busy])
     cell = notebook.submit("go(rank, resources_per_node={'CPU': 3}, return_all=True, dashboard='text')")
     cell.wait_for_text("waiting for nodes of the Ray cluster: 2 nodes with 3 CPU each are needed", 90)
     notebook.interrupt()
-    assert cell.wait(90).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     notebook.run("del busy")
 
 
@@ -223,11 +221,11 @@ def test_a_raylet_that_dies_before_the_ranks_run_is_named(
     else:
         notebook.run(f"{KILL_AT_ACTOR}\nthreading.Thread(target=kill_at_actor, args=({raylet},)).start()")
     try:
-        error = notebook.run("go(rank)", raises="LaunchError", timeout_s=90).raised
+        error = notebook.run("go(rank)", raises="LaunchError").raised
     finally:
         running.add_node()
     assert "raylet" in error.value
-    assert notebook.run("go(rank, return_all=True)", timeout_s=90).value == [0, 1, 2, 3]
+    assert notebook.run("go(rank, return_all=True)").value == [0, 1, 2, 3]
 
 
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
@@ -247,9 +245,8 @@ while not all("under way" in job.logs(r) for r in range(4)): time.sleep(0.05)
 actors = [child for child in psutil.Process(victim).children() if "NodeActor" in " ".join(child.cmdline())]
 os.kill(victim, signal.SIGKILL)
 """,
-        timeout_s=180,
     )
-    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    error = notebook.run("job.result(200)", raises="NodeLost").raised
     assert "its raylet has died" in error.value
     notebook.run("""
 def is_running(process):
@@ -258,7 +255,7 @@ def is_running(process):
     except psutil.NoSuchProcess:
         return False
 
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 120
 while any(map(is_running, actors)) and time.monotonic() < deadline: time.sleep(0.05)
 """)
     assert notebook.run("len(actors), sum(map(is_running, actors))").value == (1, 0)

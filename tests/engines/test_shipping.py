@@ -48,7 +48,7 @@ def test_notebook_modules_are_importable_on_a_node(tmp_path: Path) -> None:
         [sys.executable, "-c", SEND.format(folder=str(folder))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         cwd=folder,
     )
@@ -72,7 +72,7 @@ fresh = [sys.executable, "-c", f"import sys; sys.path[:] = {{sys.path!r}}; impor
 print(subprocess.run(fresh, capture_output=True, text=True).stdout)
 """
     there = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path
     )
     assert there.stdout.split() == ["8", "7", "42", str(folder / "helpers.py"), "True", "helpers", "42"]
 
@@ -94,7 +94,7 @@ import rich
 print(rich.VALUE)
 """
     there = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert there.stdout == "1\n"
 

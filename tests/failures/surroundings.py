@@ -324,7 +324,7 @@ class Surroundings:
                 if process.stdin and number < self._pairs:
                     process.stdin.write("\n")
                     process.stdin.flush()
-        assert [process.wait(30) for process in both] == [0, 0]
+        assert [process.wait(180) for process in both] == [0, 0]
         return f"{self._pairs} pairs of launches"
 
 

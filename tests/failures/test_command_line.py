@@ -6,8 +6,6 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_arguments_that_argparse_rejects_are_explained_at_the_users_line(

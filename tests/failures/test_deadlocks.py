@@ -8,8 +8,6 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(120)
-
 WAITS = {
     "queue.get()": "a queue",
     "task.result()": "a task in a pool",
@@ -72,9 +70,7 @@ def test_idle_threads_of_libraries_hide_no_hang(kernel: Kernel, tmp_path: Path, 
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     kernel.run(PREPARED)
     kernel.run(f"folder = {str(tmp_path)!r}\ndef train():\n    {library}\n    queue.get()")
-    cell = kernel.run(
-        "notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung", timeout_s=90
-    )
+    cell = kernel.run("notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung")
     assert "could end the wait" in cell.raised.value
     kernel.run("kernels_event.set(); pool.shutdown()")
 

@@ -36,7 +36,7 @@ found = dict(
     spawn=["error", "SIGKILL"],
 )
 def test_a_failure_is_reported_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
-    cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises, timeout_s=30)
+    cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises)
     shared.wait_for_no_processes(1.0)
     shared.run(INSPECT.format(check=case.check, rank=case.rank))
     found = value_of(shared, "found")

@@ -198,7 +198,7 @@ def test_a_hang_is_only_reported_by_default(shared: Kernel, shape: Shape) -> Non
     for text in shape.lines:
         assert text in cell.shown, cell.describe()
     shared.interrupt()
-    assert cell.wait(20).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert_as_before(shared)
 
 
@@ -235,7 +235,7 @@ def test_work_without_steps_is_reported_but_not_stopped(shared: Kernel, body: st
     assert "no progress" not in cell.shown
     assert not cell.is_done
     shared.interrupt()
-    assert cell.wait(20).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert_as_before(shared)
 
 
@@ -328,7 +328,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
         logs = value_of(shared, "[job.logs(rank) for rank in range(5)]")
         return all("ready" in log for log in logs)
 
-    shared.wait_until(are_ready, 30, "all ranks")
+    shared.wait_until(are_ready, 180, "all ranks")
     expected = (
         "ranks 0 and 4: waiting in all_reduce",
         "in train: collections.deque(itertools.repeat(None), maxlen=0)",
@@ -343,7 +343,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
         text = value_of(shared, "job.stacks()")
         return all(part in text for part in expected)
 
-    shared.wait_until(are_there, 20, "the ranks to be where they wait")
+    shared.wait_until(are_there, 180, "the ranks to be where they wait")
     assert expected[0] in text.splitlines()[0], text
     assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
     shared.run("job.cancel(); job.result()", raises="JobCancelled")
@@ -370,10 +370,10 @@ def ask_until_the_end(way):
                             max_restarts=int(way == "restart"))
     answers = [""]
     while "in work: " not in answers[-1]:
-        answers.append(job.ask_stacks().result(20))
+        answers.append(job.ask_stacks().result(180))
     getattr(job, way, lambda: open(gate, "w").close())()
     while job.is_running:
-        answers.append(job.ask_stacks().result(20))
+        answers.append(job.ask_stacks().result(180))
     return answers + [job.stacks()]
 
 for way in ("return", "raise", "restart", "kill", "interrupt", "cancel", "terminate"):
@@ -381,6 +381,5 @@ for way in ("return", "raise", "restart", "kill", "interrupt", "cancel", "termin
     assert not any("ask_until_the_end" in answer for answer in answers), (way, answers)
     assert answers[-1] == "no worker of the job is running", (way, answers)
 """,
-        timeout_s=50,
     )
     assert_as_before(shared)

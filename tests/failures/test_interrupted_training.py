@@ -82,9 +82,7 @@ def definitions(shared: Kernel) -> None:
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp"])
 def test_the_weights_of_the_last_step_are_kept(shared: Kernel, how: str, moment: str) -> None:
     shared.run(f"how, moment, model = {how!r}, {moment!r}, Net()")
-    cell = shared.run(
-        "notebook_launcher(train, (model,), num_processes=2)", raises="KeyboardInterrupt", timeout_s=40
-    )
+    cell = shared.run("notebook_launcher(train, (model,), num_processes=2)", raises="KeyboardInterrupt")
     found = _STEP.search(shown(cell))
     assert found, cell.describe()
     assert value_of(shared, "weights()") == [float(found[1])]
@@ -136,9 +134,9 @@ how, moment, model = "ddp", "from outside", Net()
 """
     )
     cell = shared.submit("notebook_launcher(train_and_clean_up, (model,), num_processes=2)")
-    cell.wait_for_text("[0] training", timeout_s=30)
+    cell.wait_for_text("[0] training")
     shared.interrupt()
-    cell.wait(30)
+    cell.wait()
     assert "[1] cleaned up" in shown(cell), cell.describe()
     found = _STEP.search(shown(cell))
     assert found, cell.describe()
@@ -179,7 +177,6 @@ how = "alone"
     cell = shared.run(
         f"notebook_launcher(train_to_an_end, (model,), num_processes=2{settings})",
         raises="KeyboardInterrupt",
-        timeout_s=40,
     )
     assert text in shown(cell), cell.describe()
     assert ("return" in shown(cell)) == bool(text)
@@ -206,9 +203,7 @@ def train_stuck(model):
 model = Net()
 """
     )
-    cell = shared.run(
-        "notebook_launcher(train_stuck, (model,), num_processes=2)", raises="KeyboardInterrupt", timeout_s=40
-    )
+    cell = shared.run("notebook_launcher(train_stuck, (model,), num_processes=2)", raises="KeyboardInterrupt")
     assert "rank 0 was interrupted in optimizer step 1, which did not end in time" in shown(cell)
     assert value_of(shared, "weights()") == [0.0]
     assert_as_before(shared)
@@ -231,7 +226,7 @@ session = nblaunch.Session(2)
     )
     for _ in range(3):
         shared.run("model = Net()")
-        cell = shared.run("session.run(train_in_session, (model,))", raises="KeyboardInterrupt", timeout_s=40)
+        cell = shared.run("session.run(train_in_session, (model,))", raises="KeyboardInterrupt")
         found = _STEP.search(shown(cell))
         assert found, cell.describe()
         assert value_of(shared, "weights()") == [float(found[1])]
@@ -266,7 +261,7 @@ session = nblaunch.Session(2)
     )
     for _ in range(2):
         shared.run("model = Net()")
-        cell = shared.run("session.run(train_shards, (model,))", raises="KeyboardInterrupt", timeout_s=40)
+        cell = shared.run("session.run(train_shards, (model,))", raises="KeyboardInterrupt")
         found = _STEP.search(shown(cell))
         assert found, cell.describe()
         assert value_of(shared, "weights()") == [float(found[1])]

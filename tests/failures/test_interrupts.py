@@ -123,7 +123,7 @@ def train_with(body: str) -> str:
 def wait_for_ranks(cell: Cell, word: str) -> None:
     """Wait until both ranks have printed the text."""
     for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] {word}", timeout_s=30)
+        cell.wait_for_text(f"[{rank}] {word}")
 
 
 @across_methods("state", STATES, forkserver=["Python loop", "a finally that never ends"], spawn=["C sleep"])
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
     wait_for_ranks(cell, "ready")
     begun_s = time.monotonic()
     shared.interrupt()
-    cell.wait(30)
+    cell.wait()
     elapsed_s = time.monotonic() - begun_s
     shared.wait_for_no_processes(state.end_s)
     assert cell.raised.name == "KeyboardInterrupt", cell.describe()
@@ -172,7 +172,7 @@ notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S})
     )
     wait_for_ranks(cell, "ready")
     shared.interrupt()
-    cell.wait(30)
+    cell.wait()
     assert cell.raised.name == "KeyboardInterrupt", cell.describe()
     wait_for_ranks(cell, "cleaned up")
     assert_as_before(shared)
@@ -187,7 +187,7 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
     shared.interrupt()
     wait_for_ranks(cell, "in finally")
     shared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert shared.processes() == []
     assert_as_before(shared)
 
@@ -201,8 +201,8 @@ job = notebook_launcher(
 )
 """
     )
-    shared.wait_until(lambda: "ready" in value_of(shared, "job.logs(1)"), 30, "the worker to be ready")
-    shared.run("job.interrupt(); job.interrupt(); job.wait(30)")
+    shared.wait_until(lambda: "ready" in value_of(shared, "job.logs(1)"), 180, "the worker to be ready")
+    shared.run("job.interrupt(); job.interrupt(); job.wait(180)")
     assert value_of(shared, "job.status") == "interrupted"
     assert_as_before(shared)
 
@@ -249,7 +249,7 @@ def test_returned_values_survive_an_interrupt(shared: Kernel, moment: str) -> No
     cell = shared.submit(train + launch)
     wait_for_ranks(cell, word)
     shared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait().raised.name == "KeyboardInterrupt", cell.describe()
     shared.run("job = nblaunch.last_job()")
     assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
     assert_as_before(shared)
@@ -275,9 +275,9 @@ def train():
 notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restarts={max_restarts})
 """
     )
-    cell.wait_for_text("[1] in finally", timeout_s=30)
+    cell.wait_for_text("[1] in finally")
     shared.interrupt()
-    cell.wait(30)
+    cell.wait()
     assert (cell.raised.name, cell.raised.value) == ("ValueError", "bad shape"), cell.describe()
     says_why = "ranks are not started again, because the job was interrupted" in cell.stdout + cell.stderr
     assert says_why == (max_restarts > 0), cell.describe()
@@ -293,10 +293,10 @@ def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, 
     )
     # The guardian starts last: from here on, the launcher waits for its workers.
     shared.wait_until(
-        lambda: any("nblaunch-guardian" in p.cmdline() for p in shared.processes()), 30, "the workers' start"
+        lambda: any("nblaunch-guardian" in p.cmdline() for p in shared.processes()), 180, "the workers' start"
     )
     shared.interrupt()
-    cell.wait(30)  # imports take time and are not interrupted in the middle
+    cell.wait()  # imports take time and are not interrupted in the middle
     assert cell.raised.name == "KeyboardInterrupt"
     assert "Traceback" not in cell.stderr + cell.stdout, cell.describe()
     assert shared.processes() == []
@@ -343,7 +343,6 @@ def test_a_background_job_can_be_interrupted_while_it_starts(shared: Kernel, met
         cell = shared.run(
             f"job = notebook_launcher(wait, (Traveller({moment!r}),), 2, start_method={method!r}, background=True)",
             raises="KeyboardInterrupt",
-            timeout_s=40,
         )
         assert "/nblaunch/" not in cell.raised.text
         shared.run("at_fork.clear()")
@@ -372,7 +371,7 @@ def wait(folder):
     )
     cell.wait_for(lambda cell: (tmp_path / "loading").exists(), 30, "the call to be loaded")
     shared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     table = cell.displays[-1].data["text/plain"]
     assert re.findall(r"^ +(\d) +(\w+)", table, re.MULTILINE) == [("0", "stopped"), ("1", "stopped")], table
     assert "exit code" not in table

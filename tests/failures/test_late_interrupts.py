@@ -102,7 +102,7 @@ def test_a_session_loses_nothing(prepared: Kernel, tmp_path: Path, where: str) -
     prepared.run(f"moment = {'session: ' + where!r}; session = nblaunch.Session(2, threads_per_process=1)")
     cell = prepared.submit("session.run(fill, (model,), return_all=True)")
     interrupt_where_ranks_send(prepared, tmp_path, where)
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait().raised.name == "KeyboardInterrupt", cell.describe()
     assert "session.result()" in cell.raised.value
     assert prepared.run("numbers(session.result()), model.weight.item()").value == ([0, 1], 7.0)
     assert prepared.run("session.execute('1')").result == "[0-1] 1"
@@ -114,7 +114,7 @@ def test_a_launch_loses_nothing(prepared: Kernel, tmp_path: Path, where: str) ->
     prepared.run(f"moment = {where!r}")
     cell = prepared.submit(f"notebook_launcher({LAUNCH})")
     interrupt_where_ranks_send(prepared, tmp_path, where)
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait().raised.name == "KeyboardInterrupt", cell.describe()
     assert "last_job().result()" in cell.raised.value
     assert prepared.run("numbers(nblaunch.last_job().result()), model.weight.item()").value == ([0, 1], 7.0)
 
@@ -122,14 +122,14 @@ def test_a_launch_loses_nothing(prepared: Kernel, tmp_path: Path, where: str) ->
 @pytest.mark.parametrize("where", IN_RANKS)
 def test_a_background_job_loses_nothing(prepared: Kernel, where: str) -> None:
     prepared.run(f"moment = {where!r}\njob = notebook_launcher({LAUNCH}, background=True)")
-    prepared.run("wait_for('sending'); job.interrupt(); job.wait(30)")
+    prepared.run("wait_for('sending'); job.interrupt(); job.wait(180)")
     assert prepared.run("numbers(job.result()), model.weight.item()").value == ([0, 1], 7.0)
 
 
 @pytest.mark.parametrize("where", [IN_RANKS[0], *map(thorough, IN_RANKS[1:])])
 def test_a_detached_job_loses_nothing(prepared: Kernel, where: str) -> None:
     prepared.run(f"moment = {where!r}\njob = notebook_launcher({LAUNCH}, background=True, detach=True)")
-    prepared.run("wait_for('sending'); job.interrupt(); job.wait(30)")
+    prepared.run("wait_for('sending'); job.interrupt(); job.wait(180)")
     assert prepared.run("numbers(job.result())").value == [0, 1]
     assert prepared.run("job.load_weights(model); model.weight.item()").value == 7.0
     prepared.run("job.release(); del job; gc.collect()")
@@ -139,9 +139,9 @@ def test_a_second_interrupt_ends_the_wait_and_keeps_the_value(prepared: Kernel, 
     prepared.run("moment = 'a state_dict'\ngoes_on = lambda: time.sleep(3600)")
     cell = prepared.submit(f"notebook_launcher({LAUNCH})")
     interrupt_where_ranks_send(prepared, tmp_path, "a state_dict")
-    prepared.wait_until((tmp_path / "waits").exists, 30, "the launcher to wait")
+    prepared.wait_until((tmp_path / "waits").exists, 180, "the launcher to wait")
     prepared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait().raised.name == "KeyboardInterrupt", cell.describe()
     assert prepared.run("numbers(nblaunch.last_job().result())").value == [0, 1]
     assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
 
@@ -158,9 +158,9 @@ def uneven():
     nblaunch.context.current().flush_losses = report
 """)
     cell = prepared.submit("notebook_launcher(uneven, num_processes=2, interrupt_grace_s=0.1)")
-    prepared.wait_until((tmp_path / "finishing").exists, 30, "rank 1 to report")
+    prepared.wait_until((tmp_path / "finishing").exists, 180, "rank 1 to report")
     prepared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait().raised.name == "KeyboardInterrupt", cell.describe()
 
 
 HALF = """
@@ -182,21 +182,21 @@ def test_values_returned_before_a_kill_are_kept(prepared: Kernel, tmp_path: Path
     settings = "num_processes=2, interrupt_grace_s=3600"
     settings += ", background=True" * (kind != "launch") + ", detach=True" * (kind == "detached")
     cell = prepared.submit(f"job = notebook_launcher(half, {settings})")
-    prepared.wait_until((tmp_path / "stubborn").exists, 60, "rank 1 to wait")
+    prepared.wait_until((tmp_path / "stubborn").exists, 180, "rank 1 to wait")
     raised = "JobCancelled" if kind == "cancelled" else "KeyboardInterrupt"
     if kind == "launch":
         prepared.interrupt()
-        prepared.wait_until((tmp_path / "not yet").exists, 30, "rank 1 to go on")
+        prepared.wait_until((tmp_path / "not yet").exists, 180, "rank 1 to go on")
         prepared.interrupt()
-        assert cell.wait(30).raised.name == raised, cell.describe()
+        assert cell.wait().raised.name == raised, cell.describe()
         prepared.run("job = nblaunch.last_job()")
     elif kind == "cancelled":
         prepared.run("job.cancel()")
     else:
         prepared.run("job.interrupt()")
-        prepared.wait_until((tmp_path / "not yet").exists, 30, "rank 1 to go on")
+        prepared.wait_until((tmp_path / "not yet").exists, 180, "rank 1 to go on")
         prepared.run("job.interrupt()")
-    prepared.run("job.result(30)", raises=raised, timeout_s=60)
+    prepared.run("job.result(200)", raises=raised)
     assert prepared.run("job.exception().partial").value == {0: {"loss": 0.25}}
     prepared.run("job.release(); del job; gc.collect()")
 
@@ -204,5 +204,5 @@ def test_values_returned_before_a_kill_are_kept(prepared: Kernel, tmp_path: Path
 def interrupt_where_ranks_send(kernel: Kernel, folder: Path, where: str) -> None:
     """Interrupt the kernel once rank 0 sends and the other rank has returned; other tests leave this to the kernel."""
     if where in IN_RANKS:
-        kernel.wait_until((folder / "sending").exists, 30, "rank 0 to send")
+        kernel.wait_until((folder / "sending").exists, 180, "rank 0 to send")
         kernel.interrupt()

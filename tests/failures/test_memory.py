@@ -38,7 +38,6 @@ def test_building_large_models_in_workers_is_explained(limited: Kernel, method: 
     cell = limited.run(
         BUILD + f"notebook_launcher(train, num_processes=6, start_method={method!r})",
         raises="WorkerDied",
-        timeout_s=60,
     )
     text = cell.raised.value
     assert "was killed by SIGKILL" in text, cell.describe()

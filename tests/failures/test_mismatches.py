@@ -65,7 +65,7 @@ def launch_of(mismatch: Mismatch, **options: object) -> str:
 def test_a_mismatch_is_explained(kernel: Kernel, name: str) -> None:
     mismatch = next(one for one in MISMATCHES if one.name == name)
     kernel.run(mismatch.source)
-    cell = kernel.submit(launch_of(mismatch, on_hang="stop")).wait(40)
+    cell = kernel.submit(launch_of(mismatch, on_hang="stop")).wait()
     assert cell.error is not None, cell.describe()
     explanation = kernel.run(EXPLANATION, store_history=False).stdout
     assert not mismatch.problems(explanation, cell.shown), cell.describe()
@@ -88,7 +88,7 @@ def test_correct_programs_get_no_message(kernel: Kernel, program: RightProgram) 
 def test_fresh_interpreters_are_compared_too(kernel: Kernel, method: str) -> None:
     mismatch = next(one for one in MISMATCHES if one.name == "sum with max")
     kernel.run(mismatch.source)
-    cell = kernel.submit(launch_of(mismatch, start_method=method)).wait(60)
+    cell = kernel.submit(launch_of(mismatch, start_method=method)).wait()
     assert cell.raised.name == "CollectiveMismatch"
     assert not mismatch.problems(kernel.run(EXPLANATION, store_history=False).stdout, cell.shown)
 
@@ -105,7 +105,7 @@ def train():
     cell = kernel.submit("notebook_launcher(train, num_processes=3, interrupt_grace_s=1, hang_timeout_s=4)")
     cell.wait_for(lambda cell: "rank 2 has not arrived" in cell.shown, 30, "the report of the hang")
     kernel.interrupt()
-    assert cell.wait(20).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown
 
 
@@ -137,6 +137,6 @@ session.run(join)
         cell = kernel.submit(f"session.run(differ, ({str(gate)!r},))")
         cell.wait_for(lambda cell: "rank 1 all_reduce int32[4]" in cell.shown, 30, "the warning")
         gate.touch()
-        assert cell.wait(20).error is None
+        assert cell.wait().error is None
     finally:
         kernel.run("session.close()")

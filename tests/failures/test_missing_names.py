@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.kernels import Kernel
-
-pytestmark = pytest.mark.timeout(60)
 
 LAUNCH = "nblaunch.notebook_launcher({}, num_processes=2, start_method='forkserver', dashboard='none')"
 

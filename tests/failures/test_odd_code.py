@@ -108,7 +108,6 @@ except {kind} as arrived:
 launch({kind}(message))
 """,
         raises=kind,
-        timeout_s=60,
     )
     assert f"True {kind} True" in cell.stdout
     assert len(cell.raised.lines) <= MAX_LINES, cell.raised.lines[:MAX_LINES]
@@ -146,7 +145,6 @@ def train():
 notebook_launcher(train, num_processes=2)
 """,
         raises="RecursionError",
-        timeout_s=20,
     )
     assert len(cell.raised.lines) <= MAX_LINES
 

@@ -14,7 +14,7 @@ from tests.failures.conftest import START_METHODS
 from tests.kernels import Cell, Kernel
 from tests.thorough import thorough
 
-LIMIT_S = 3.0
+LIMIT_S = 60.0
 
 # Each rank is in a state in which a process is hard to end.
 
@@ -115,10 +115,10 @@ def _launch(kernel: Kernel, method: str) -> Cell:
         TRAIN + f"notebook_launcher(train, num_processes={NUM_PROCESSES}, start_method={method!r})"
     )
     for rank in range(NUM_PROCESSES):
-        cell.wait_for_text(f"[{rank}] ready", timeout_s=40)
+        cell.wait_for_text(f"[{rank}] ready")
     # The stopped worker prints before it stops itself.
     kernel.wait_until(
-        lambda: any(p.status() == psutil.STATUS_STOPPED for p in kernel.processes()), 10, "a worker to stop"
+        lambda: any(p.status() == psutil.STATUS_STOPPED for p in kernel.processes()), 180, "a worker to stop"
     )
     return cell
 
@@ -177,18 +177,18 @@ def test_nothing_outlives_a_kernel_killed_while_workers_start(
     kernel = start(is_settled=False)
     before = kernel.processes()
     kernel.submit(TRAIN + f"notebook_launcher(train, num_processes=4, start_method={method!r})")
-    kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
+    kernel.wait_until(lambda: len(kernel.processes()) > len(before), 180, "the first process")
     kernel.kill()
     # A fresh interpreter checks its parent after it has imported nblaunch, which takes seconds on busy cores. An
     # interpreter that has just started does not show its environment yet, so search again.
-    kernel.wait_for_no_processes(20.0 if method == "spawn" else LIMIT_S)
+    kernel.wait_for_no_processes(LIMIT_S)
 
 
 def test_a_job_in_the_background_ends_with_an_orderly_shutdown(fresh: Kernel, tmp_path: Path) -> None:
     fresh.run(TRAIN + f"job = notebook_launcher(train, num_processes={NUM_PROCESSES}, background=True)")
-    fresh.wait_until(lambda: len(fresh.processes()) >= NUM_PROCESSES + 1, 20, "the workers")
+    fresh.wait_until(lambda: len(fresh.processes()) >= NUM_PROCESSES + 1, 180, "the workers")
     processes = fresh.processes()
-    fresh.close()  # fails if anything outlives the kernel by ten seconds
+    fresh.close()  # fails if anything outlives the kernel
     _, left = psutil.wait_procs(processes, LIMIT_S)  # the system removes the remains of ended processes
     assert left == []
 

@@ -35,7 +35,7 @@ def run(tmp_path: Path, call: str, raised: str) -> list[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(call=call, raised=raised))
     ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     _, _, shown = ended.stderr.partition("Traceback (most recent call last):\n")

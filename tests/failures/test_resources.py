@@ -163,7 +163,7 @@ def test_a_lack_of_descriptors_fails_the_whole_launch(shared: Kernel, method: st
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
     shared.run("last_error = ''")
     shared.run("del sys.last_value") if value_of(shared, "hasattr(sys, 'last_value')") else None
-    cell = shared.run(SWEEP.format(method=method, first=first, last=last, step=step), timeout_s=60)
+    cell = shared.run(SWEEP.format(method=method, first=first, last=last, step=step))
     assert shared.processes() == []
     outcomes = set(cell.value)
     # The process that fails may be a worker: its error is then an OSError of that rank.

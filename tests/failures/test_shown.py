@@ -95,5 +95,5 @@ def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     own = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_CONFIG_FILE": str(folder / "config.yaml")}
     return subprocess.run(
         [sys.executable, "-m", "nblaunch", "launch", "--cpu", *words, "train.py"],
-        capture_output=True, text=True, timeout=50, cwd=folder, env=os.environ | own,
+        capture_output=True, text=True, timeout=300, cwd=folder, env=os.environ | own,
     )  # fmt: skip

@@ -16,7 +16,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "setting", ["umask 000, no home", thorough("umask 077, a folder with spaces and 100 characters")]
 )

@@ -81,14 +81,13 @@ sys.exit(main(["env"]))
 """
 
 
-@pytest.mark.timeout(100)
 def test_gpu_tools_do_not_run_before_the_first_step(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n")
     program.chmod(0o755)
     ended = subprocess.run(
         [sys.executable, "-c", LAUNCH],
-        capture_output=True, text=True, timeout=90, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -33,7 +33,7 @@ print(is_tuned, (before - kept) >> 20, (before - memory.proportional_bytes()) >>
 def _run(tunes: bool) -> list[str]:
     program = KEEPS.format(tunes=tunes)
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
     )
     return run.stdout.split()
 
@@ -83,6 +83,6 @@ print(before, held, written, memory.is_shared(address, 0))
 
 def test_memory_is_shared_while_a_forked_process_has_it_too() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", SHARES], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SHARES], capture_output=True, text=True, timeout=300, check=True
     )
     assert run.stdout.split() == ["False", "True", "False", "False"]

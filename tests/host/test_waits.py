@@ -15,7 +15,6 @@ import pytest
 from nblaunch.host import proc, waits
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.skipif(
         waits._FUTEX < 0 or not proc.read("/proc/self/syscall"), reason="needs /proc/N/syscall"
     ),

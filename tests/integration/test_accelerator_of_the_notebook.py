@@ -246,7 +246,6 @@ def train():
         return found
 notebook_launcher(train, num_processes=2, return_all=True)
 """,
-        timeout_s=110,
     )
     assert cell.value == [None, [[1] * 5 + [2, False]]]
 

@@ -49,7 +49,6 @@ for stage, precision in {STAGES[method]}:
                  {{str(value.dtype) for value in model.state_dict().values()}}))
 results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()][0]
 """,
-        timeout_s=110,
     )
     results, is_imported, kind = cell.value
     assert results == [(True, True, {"torch.float32"})] * len(STAGES[method])
@@ -79,6 +78,5 @@ alone = [notebook_launcher(train, (nn.Linear(6, 1), 2), 1, engine="inline")[:2] 
 results = [notebook_launcher(train, (model, stage), 2)[:2] for stage in (3, 1)]
 [last < first for first, last in alone + results], "deepspeed" in sys.modules
 """,
-        timeout_s=110,
     )
     assert cell.value == ([True] * 4, True)

@@ -98,7 +98,6 @@ inside, is_imported = notebook_launcher(train, (), 2, backend="cpu", return_all=
 import accelerate
 inside, is_imported, notebook_launcher(train, (), 2, backend="cpu", return_all=True)
 """,
-            timeout_s=110,
         )
     ranks = [(2, "cpu", 3)] * 2
     assert cell.value == (ranks, False, ranks)
@@ -121,7 +120,6 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
     assert cell.value == (["bf16", "no", "bf16", "bf16"], False)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("methods", [("fork",), ("forkserver",)])
 @pytest.mark.thorough
 def test_lightning_fabric(fresh: Kernel, methods: tuple[str, ...]) -> None:
@@ -143,9 +141,9 @@ def launched():
 """
     )
     ranks = [[(2, 0, 2.0), (2, 1, 2.0)]]
-    cell = fresh.run("launched(), 'lightning_fabric' in sys.modules", timeout_s=110)
+    cell = fresh.run("launched(), 'lightning_fabric' in sys.modules")
     assert cell.value == (ranks, False)
-    assert fresh.run("import lightning_fabric; launched()", timeout_s=110).value == ranks
+    assert fresh.run("import lightning_fabric; launched()").value == ranks
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -76,7 +76,7 @@ def test_two_ranks_match_one_process(kernel: Kernel, arguments: str, tolerance: 
 
 def test_loader_processes(kernel: Kernel) -> None:
     kernel.run(test_cuda_kernel.READ)
-    cell = kernel.run("notebook_launcher(read, (), 2, backend='cpu', return_all=True)", timeout_s=100)
+    cell = kernel.run("notebook_launcher(read, (), 2, backend='cpu', return_all=True)")
     assert cell.value == [True, True]
     kernel.wait_for_no_processes()
 
@@ -134,7 +134,6 @@ def test_fresh_processes_check_hazards_and_forks() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(500)  # Accelerate's forks sometimes hang until a timeout, which its row reports
 def test_the_benchmark_runs_to_its_end() -> None:
     found = list(gpu.rows(gpu.REHEARSAL, 2))
     assert [row.what.partition(",")[0] for row in found] == [
@@ -232,7 +231,7 @@ def test_machines_with_several_gpus(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     ended = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        capture_output=True, text=True, timeout=100, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", "HOME": str(tmp_path)},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -18,7 +18,7 @@ from tests.kernels import Kernel
 from tests.profiles import missing
 from tests.thorough import thorough
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 FASTAI = Path(sys.prefix) / "fastai"  # `make setup` installs it there, from fastai.txt

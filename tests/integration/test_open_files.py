@@ -10,8 +10,6 @@ from tests.integration.file_zoo import NUM_RECORDS, RECORD_BYTES
 from tests.kernels import Kernel
 from tests.thorough import thorough
 
-pytestmark = pytest.mark.timeout(180)
-
 OPEN_ALL = """
 import importlib.util, multiprocessing, pathlib
 from nblaunch import notebook_launcher

@@ -369,7 +369,6 @@ notebook_launcher(train, num_processes=2)
 """,
             raises="RuntimeError",
             allow_stdin=True,
-            timeout_s=20,
         )
         assert "no keyboard" in cell.raised.value
         assert "before the launch" in cell.raised.value
@@ -387,7 +386,6 @@ def train():
 notebook_launcher(train, num_processes=2, start_method="forkserver")
 """,
         raises="RuntimeError",
-        timeout_s=20,
     )
     assert "no keyboard" in cell.raised.value
 
@@ -401,7 +399,6 @@ def train():
     return "went on"
 notebook_launcher(train, num_processes=2, start_method={method!r})
 """,
-        timeout_s=30,
     )
     assert cell.value == "went on"
     assert "line 2 of train" in cell.stdout
@@ -451,7 +448,6 @@ notebook_launcher(train, num_processes=2)
 job = nblaunch.last_job()
 (job.log_dir / "attempt_0" / "rank_1.log").stat().st_size > 49 << 20
 """,
-        timeout_s=30,
     )
     assert cell.result == "True"
     for rank in (0, 1):

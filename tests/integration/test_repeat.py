@@ -72,7 +72,6 @@ launched = [notebook_launcher(train, num_processes=2, start_method=method) for m
     cell = shared.run(
         "launched, pool.map(abs, [-1]), list(processes.map(abs, [-2])), threads.submit(abs, -3).result(), "
         "os.path.isdir(folder.name), len(list(batches))",
-        timeout_s=30,
     )
     assert cell.value == ([True, True], [1], [2], 3, True, 63)
     shared.run(

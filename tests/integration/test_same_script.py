@@ -52,7 +52,7 @@ accelerator.prepare(torch.nn.Linear(1, 1))
 def _run(*command: str) -> None:
     run = subprocess.run(
         [sys.executable, *command],
-        env=_environment(), capture_output=True, text=True, timeout=100, check=False,
+        env=_environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -70,7 +70,6 @@ from nblaunch import notebook_launcher
 from train import main
 notebook_launcher(main, ({str(path)!r},), num_processes={num_processes}, backend="cpu")
 """,
-        timeout_s=100,
     )
     return torch.load(path)
 

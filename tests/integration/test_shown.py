@@ -37,7 +37,6 @@ def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
     shared.run(TRAIN)
     cell = shared.run(
         "notebook_launcher(train, (torch.nn.Linear(4, 1),), num_processes=3, backend='cpu', dashboard='html')",
-        timeout_s=100,
     )
     text = cell.displays[0].data["text/plain"]
     assert re.search(r"^rank 1: \d\.\d times slower than the others", text, re.MULTILINE), text
@@ -47,9 +46,7 @@ def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
 
 def test_a_bar_of_a_worker_stands_in_its_row(shared: Kernel) -> None:
     shared.run(BARS)
-    cell = shared.run(
-        "notebook_launcher(bars, num_processes=2, backend='cpu', dashboard='html')", timeout_s=100
-    )
+    cell = shared.run("notebook_launcher(bars, num_processes=2, backend='cpu', dashboard='html')")
     updates = [content["data"]["text/plain"] for content in cell.contents("update_display_data")]
     rows = [line for text in updates for line in text.splitlines() if re.match(r" +1 +running", line)]
     counts = [int(found[1]) for row in rows if (found := re.search(r"fold 3 (\d+)/20 \[", row))]

@@ -420,6 +420,5 @@ finally:
     multiprocessing.set_start_method(before, force=True)
 read_by
 """,
-        timeout_s=110,
     )
     assert cell.value == [[("list", [0, 3]), ("list", [6, 9])]] * len(methods)

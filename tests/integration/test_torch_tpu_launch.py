@@ -12,8 +12,6 @@ import pytest
 from tests import fake_torch_tpu
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(300)
-
 CHIPS = """
 import os, sys
 from collections import Counter
@@ -65,7 +63,6 @@ def test_workers_share_one_import_and_model(kernel: Kernel) -> None:
             "found = notebook_launcher(train, (torch.nn.Linear(2, 2),), return_all=True, dashboard='text')\n"
             "plan = last_job().plan\n"
             "found, 'torch_tpu' in sys.modules, plan.backend.name, plan.start_method",
-            timeout_s=120,
         )
         workers, is_in_kernel, *plan = cell.value
         assert plan == ["torch_tpu", "forkserver"]
@@ -87,7 +84,6 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel
     cell = kernel.run(
         "import seeding\nearly = seeding.Early()\nnotebook_launcher(lambda it: 1, (early,), dashboard='none')",
         raises="LaunchError",
-        timeout_s=120,
     )
     assert "a module uses the device" in cell.raised.text
 
@@ -103,7 +99,6 @@ def abort():
 notebook_launcher(abort, dashboard="none")
 """,
         raises="WorkerDied",
-        timeout_s=120,
     )
     assert "TPU initialization failed: No jellyfish device found" in cell.raised.text
     assert "compilation.cc:533] Check failed" in cell.raised.text
@@ -114,9 +109,7 @@ notebook_launcher(abort, dashboard="none")
 def test_kernel_with_torch_tpu_can_launch_before_using_chips(kernel: Kernel) -> None:
     """One import serves all workers there, too, although torch_tpu has permanently enabled its import by torch."""
     kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
-    cell = kernel.run(
-        "found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound", timeout_s=120
-    )
+    cell = kernel.run("found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound")
     assert [by_parent for *_, by_parent, _ in cell.value] == [True] * 4
     assert "Import nblaunch before torch" in cell.stdout
     cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")

@@ -67,7 +67,7 @@ def test_raising_handlers_leave_nothing_behind(call: object, sampled: int) -> No
         assert type(error) is Limit, (place, error)
         job = last_job()
         assert job is not None
-        job.wait(10)
+        job.wait(180)
         assert children() == before, place
         assert signal.getsignal(signal.SIGALRM) is on_alarm, place
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, place

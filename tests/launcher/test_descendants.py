@@ -14,7 +14,7 @@ import pytest
 from nblaunch.host import descendants
 from nblaunch.host.descendants import Descendants
 
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tags are a matter of Linux")
 

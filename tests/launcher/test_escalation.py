@@ -184,7 +184,7 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) ->
         assert proc.catches(handling.pid, signal.SIGTERM)
         slots = {0: private_slot(), 1: private_slot()}
         termination = Termination(requests, 0.0, 20.0, {0: plain.pid, 1: handling.pid}, slots)
-        assert handling.wait(timeout=30) == 5
+        assert handling.wait(timeout=180) == 5
         assert plain.poll() is None
         assert termination.poll(LISTEN_S + 1, RUNNING) == "", "the rank that handles it has the whole grace"
     finally:
@@ -209,7 +209,7 @@ def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) ->
         assert counting.stdout.readline() == "got\n"
         assert termination.poll(LISTEN_S + 1, late) == "", "it has the whole grace"
         counting.send_signal(signal.SIGWINCH)
-        assert counting.wait(timeout=30) == 1
+        assert counting.wait(timeout=180) == 1
     finally:
         counting.kill()
         counting.communicate()

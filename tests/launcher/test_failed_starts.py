@@ -19,8 +19,6 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Failing:
     """A listener that raises the error of a broken disk."""

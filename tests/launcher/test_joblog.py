@@ -130,7 +130,7 @@ def test_tmp_cleaners_skip_running_jobs(tmp_path: Path) -> None:
     ended.end()
     rules = tmp_path / "rules.conf"
     rules.write_text(f"e {tmp_path / 'logs'} - - - 0s\n")
-    subprocess.run(["systemd-tmpfiles", "--clean", str(rules)], check=True, capture_output=True, timeout=60)
+    subprocess.run(["systemd-tmpfiles", "--clean", str(rules)], check=True, capture_output=True, timeout=300)
     assert running.log_path(1).exists()
     assert not ended.path.exists()
     running.end()

@@ -24,8 +24,6 @@ from nblaunch.start_methods import STARTERS
 from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Group(WorkerGroup):
     """Ranks 0 and 1, which only some signals end.

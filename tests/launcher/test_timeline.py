@@ -112,7 +112,6 @@ def train_plainly(num_steps: int) -> None:
         sgd.zero_grad()
 
 
-@pytest.mark.timeout(120)
 def test_a_timeline_has_all_activities(tmp_path: Path) -> None:
     job = ran(train, (str(tmp_path),), 2)
     path = job.timeline()
@@ -130,7 +129,6 @@ def test_a_timeline_has_all_activities(tmp_path: Path) -> None:
     assert saved == (tmp_path / "0.pt").stat().st_size
 
 
-@pytest.mark.timeout(120)
 def test_ranks_share_a_clock(tmp_path: Path) -> None:
     job = ran(meet, (str(tmp_path),), 2)
     earliest, latest = [], []  # the time of the timeline's beginning, according to each rank
@@ -143,7 +141,6 @@ def test_ranks_share_a_clock(tmp_path: Path) -> None:
     assert max(earliest) <= min(latest) + MAX_SKEW_US
 
 
-@pytest.mark.timeout(120)
 def test_profiler_traces_share_the_clock(tmp_path: Path) -> None:
     job = ran(train_under_the_profiler, (str(tmp_path / "traces"),), 2)
     document = json.loads(job.timeline(tmp_path / "all.json", tmp_path / "traces").read_text())
@@ -214,7 +211,6 @@ def test_a_notebook_shows_a_typical_and_the_slowest_step(tmp_path: Path) -> None
     assert path.parent._repr_html_() is None
 
 
-@pytest.mark.timeout(120)
 def test_plain_loops_have_a_timeline(tmp_path: Path) -> None:
     job = ran(train_plainly, (5,), 1)
     path = job.timeline(tmp_path / "mine.json")
@@ -231,7 +227,6 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(120)
 def test_a_running_job_has_a_partial_timeline(tmp_path: Path) -> None:
     job = nblaunch.launch(wait_for_file, (str(tmp_path / "go"),), num_processes=1, background=True)
     try:
@@ -246,7 +241,6 @@ def test_a_running_job_has_a_partial_timeline(tmp_path: Path) -> None:
     job.wait()
 
 
-@pytest.mark.timeout(120)
 def test_a_job_that_trained_nothing_says_so() -> None:
     job = ran(int, (), 1)
     with pytest.raises(RuntimeError, match="has no timeline"):
@@ -254,7 +248,6 @@ def test_a_job_that_trained_nothing_says_so() -> None:
     assert not (job.log_dir / "timeline.json.gz").exists()
 
 
-@pytest.mark.timeout(60)
 def test_errors_name_the_path_that_was_given(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "timeline.json"
     spans = list(_long_job(500))
@@ -274,13 +267,12 @@ for (batch,) in DataLoader(TensorDataset(torch.ones(5, 4))):
 """
 
 
-@pytest.mark.timeout(180)
 def test_the_command_line_writes_a_timeline(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "nblaunch", "launch", "--num_processes", "1", "--cpu"]
     arguments = ["--timeline", "out.json.gz", "--start_method", "fork", "script.py"]
     ended = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
     counts = Counter((event["tid"], event["name"]) for event in slices(tmp_path / "out.json.gz"))
@@ -288,11 +280,10 @@ def test_the_command_line_writes_a_timeline(tmp_path: Path) -> None:
     assert "ui.perfetto.dev" in ended.stderr
 
 
-@pytest.mark.timeout(60)
 def test_the_command_line_rejects_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
     command = [sys.executable, "-m", "nblaunch", "launch", "--timeline", "no/where.json", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2
     assert "--timeline no/where.json" in ended.stderr
 
@@ -315,7 +306,6 @@ def _long_job(num_steps: int = NUM_STEPS) -> Iterator[tuple[int, bytes]]:
     board.close()
 
 
-@pytest.mark.timeout(120)
 def test_8_ranks_with_10_000_steps_take_less_than_20_mb(tmp_path: Path) -> None:
     num_slices = write_timeline(_long_job(), tmp_path / "long.json.gz", "job")
     assert num_slices >= NUM_RANKS * NUM_STEPS * 5 - NUM_RANKS

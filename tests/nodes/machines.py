@@ -26,7 +26,7 @@ import psutil
 
 from tests.nodes.warm import Warm
 
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 
 
 class Launch:

@@ -102,7 +102,7 @@ def test_restarted_nodes_wait_for_the_next_round() -> None:
         while not stayer.num_nodes_waiting():
             assert not coming.done()
         stayer.next_rendezvous()
-        coming.result(20)
+        coming.result(180)
     assert stayer.num_nodes_waiting() == 0
 
 
@@ -116,7 +116,7 @@ def test_dead_nodes_do_not_join_a_round() -> None:
         # The last node completes the dead node's round if it comes before the dead node's successor.
         while not late._num_arrived(late._round + 2):
             assert not any(future.done() for future in waiting)
-        infos = [late.next_rendezvous(), *(future.result(20) for future in waiting)]
+        infos = [late.next_rendezvous(), *(future.result(180) for future in waiting)]
     infos[0].store.set("key", "new")
     assert all(info.store.check(["key"]) for info in infos)
 

@@ -15,7 +15,7 @@ from nblaunch.nodes.peer_states import NodesStopAgreement, replies_of
 from nblaunch.wire.board import private_slot
 from nblaunch.wire.stop_agreement import should_stop
 
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 
 
 class Node:

@@ -64,7 +64,7 @@ class Warm:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(180)
 
 
 def main() -> None:

@@ -56,7 +56,6 @@ def executed(
     return notebook
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("profile", "path"),
     [
@@ -89,7 +88,6 @@ def test_notebooks_run_and_pass_their_checks(path: Path, profile: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 def test_the_text_classifier_learns() -> None:
     path = FOLDER / "02_text_classification.ipynb"
     check(executed(path, "epochs = 2", CHECKS[path.stem], is_new=False), path)
@@ -119,7 +117,6 @@ def raised(cell: Any) -> str:
     return f"{errors[0].ename}: {errors[0].evalue}" if errors else ""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.thorough
 def test_quickstart_result_is_independent_of_processes() -> None:
     """The global batches are the same, so training is the same up to rounding.

@@ -63,7 +63,7 @@ def make_environment(folder: Path) -> dict[str, str]:
 
     pip compiles no bytecode there; postBuild and the notebook compile what they import.
     """
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
     lend(folder)
     variables = {name: value for name, value in os.environ.items() if name not in TEST_VARIABLES}
     path = f"{folder / 'bin'}{os.pathsep}{variables['PATH']}"

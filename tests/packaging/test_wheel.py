@@ -24,8 +24,6 @@ from packaging.utils import canonicalize_name
 
 from tests.architecture.source import PACKAGE, ROOT, modules
 
-pytestmark = pytest.mark.timeout(240)  # on a busy machine
-
 # Packages that a dependency installs, and that are imported by their own name.
 COMES_WITH = {
     "IPython": "ipykernel",
@@ -93,7 +91,7 @@ def run(*command: str, **environ: str) -> str:
     """Run a program without the tests' environment in its path; it must succeed. Return its output."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=ROOT.parent, env={**own, **environ}
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT.parent, env={**own, **environ}
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
@@ -234,7 +232,7 @@ def test_type_checkers_see_its_types(python: Path, tmp_path: Path) -> None:
             sys.executable, "-m", "mypy", "--python-executable", str(python), "--cache-dir", str(tmp_path / "cache"),
             "--config-file", os.devnull, str(program),
         ],
-        capture_output=True, text=True, timeout=200, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
     )  # fmt: skip
     lines = [line.partition("program.py:")[2] for line in ended.stdout.splitlines()]
     assert lines[0].startswith('2: error: No overload variant of "notebook_launcher" matches')

@@ -20,7 +20,7 @@ from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 from tests.progress.jobs import run_job
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("first_store")]
+pytestmark = [pytest.mark.usefixtures("first_store")]
 
 LENGTH, EPOCHS = 5, 3
 

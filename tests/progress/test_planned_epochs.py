@@ -12,8 +12,6 @@ import pytest
 
 from nblaunch.progress.planned_epochs import iterations_left, places_around
 
-pytestmark = pytest.mark.timeout(60)
-
 # Remaining epochs of each loop, including the one that begins; `note()` marks where a loader is read.
 KNOWN: dict[str, tuple[str, list[int]]] = {
     "range": ("for epoch in range(3):\n    note()", [3, 2, 1]),

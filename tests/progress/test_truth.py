@@ -30,7 +30,7 @@ from nblaunch.dashboard.view import JobView, RankView
 from tests.progress.jobs import Views, run_job
 from tests.thorough import thorough
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.usefixtures("first_store")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("first_store")]
 
 FASTAI = Path(sys.prefix) / "fastai"  # `make setup` installs it there
 LENGTH, EPOCHS, STEP_S = 20, 6, 0.03

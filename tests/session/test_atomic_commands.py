@@ -66,7 +66,7 @@ def test_an_interrupt_while_a_session_is_garbage_collected_leaves_no_worker() ->
         sessions = [Session(2, backend="cpu")]
         workers = [psutil.Process(pid) for pid in sessions[0].pids.values()]
         place, _ = with_signal_at_line(number, signal.SIGINT, sessions.clear, folder="")
-        _, alive = psutil.wait_procs(workers, 10)
+        _, alive = psutil.wait_procs(workers, 30)
         assert not alive, place
         if not place:
             break

@@ -260,7 +260,7 @@ def _output_of(program: str, folder: Path) -> str:
     script = folder / "program.py"
     script.write_text(program)
     return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True
     ).stdout
 
 

@@ -33,10 +33,9 @@ print(paused)
 """
 
 
-@pytest.mark.timeout(100)
 def test_children_of_a_paused_process_can_use_threads() -> None:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=90, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=300, capture_output=True, text=True
     )
     assert result.stdout == "True\n"
 
@@ -74,7 +73,7 @@ def test_a_library_whose_file_is_gone_is_paused(tmp_path: Path, then: str) -> No
     result = subprocess.run(
         [sys.executable, "-c", REPLACED, gomp, tmp_path, then],
         check=True,
-        timeout=90,
+        timeout=300,
         capture_output=True,
         text=True,
     )
@@ -101,18 +100,17 @@ print(len(counts) > 1)
 """
 
 
-@pytest.mark.timeout(100)
 def test_another_thread_may_load_libraries_meanwhile() -> None:
     library = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     result = subprocess.run(
-        [sys.executable, "-c", IMPORTING, library], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", IMPORTING, library], check=True, timeout=300, capture_output=True, text=True
     )
     assert result.stdout == "True\n"
 
 
 def test_a_process_without_openmp_needs_no_pause() -> None:
     program = "from nblaunch.start_methods.fork import pause_pools; assert pause_pools() is True"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def stop_server() -> None:
 
 
 def run(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, backend: str = "cpu"
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0, backend: str = "cpu"
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a job; return the results by rank.
 

@@ -1025,7 +1025,7 @@ def test_asynchronous_checkpoints_are_snapshots(tmp_path: Path, monkeypatch: pyt
     write = Snapshot.write
 
     def late(snapshot: Any, folder: Path) -> Any:
-        assert may_write.wait(30)
+        assert may_write.wait(180)
         return write(snapshot, folder)
 
     monkeypatch.setattr(Snapshot, "write", late)

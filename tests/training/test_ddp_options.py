@@ -206,7 +206,7 @@ def test_bf16_hooks_are_registered_where_there_is_nccl(
 def test_compiled_models_train_as_one_process(
     options: dict[str, Any], dynamo: dict[str, Any], kind: str, alone: dict[int, dict[str, Any]]
 ) -> None:
-    answers = ranks.run(_train, 2, options, 2, True, dynamo, timeout_s=110)
+    answers = ranks.run(_train, 2, options, 2, True, dynamo)
     assert answers[0]["kind"] == kind
     _compare(answers, alone[2])
 

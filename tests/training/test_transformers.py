@@ -194,12 +194,12 @@ def _fine_tune() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_fine_tuned_encoder_has_the_same_metric_on_two_processes() -> None:
-    expected = ranks.run(_fine_tune, 1, timeout_s=100)[0]
+    expected = ranks.run(_fine_tune, 1)[0]
     accuracy, loss, rows = expected["after"]
     assert rows == 27
     assert accuracy > 0.9
     assert loss < expected["before"][1]
-    for answer in ranks.run(_fine_tune, 2, timeout_s=100):
+    for answer in ranks.run(_fine_tune, 2):
         for moment in ("before", "after"):
             assert answer[moment][0] == pytest.approx(
                 expected[moment][0], abs=1.5 / rows

@@ -17,8 +17,6 @@ from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.originals import Originals, Unchanged
 from nblaunch.wire.pickling import payload
 
-pytestmark = pytest.mark.timeout(60)
-
 LARGE = 300_000  # number of elements; more bytes than are compared at once
 
 

@@ -463,7 +463,7 @@ def outcome(kernel: Kernel, start_method: str, limit_s: float) -> str:
     took_s = time.monotonic() - began_s
     if not cell.is_done:
         kernel.interrupt()
-        cell.wait(30)
+        cell.wait()
     lines = [line.strip() for line in text_of(cell).splitlines() if NAMED in line]
     if lines:
         return f"named, {took_s:.1f} s: {lines[0]}"

@@ -14,7 +14,6 @@ import pytest
 from tests.kernels import Kernel
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="a page is copied at the first write on Linux"),
 ]
 
@@ -55,7 +54,7 @@ print(min(pages(launch) for _ in range(3)) // 2 - min(pages(fork) for _ in range
 
 def test_a_worker_of_an_empty_function_copies_few_pages() -> None:
     command = [sys.executable, "-c", SCRIPT]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     assert int(output.split()[-1]) <= MAX_PAGES
 
 
@@ -100,5 +99,5 @@ def test_a_growing_log_of_the_server_causes_no_search(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     with path.open("w") as log:
         command = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, SCRIPT_OF_A_SERVER]
-        subprocess.run(command, stdout=log, timeout=100, check=True)
+        subprocess.run(command, stdout=log, timeout=300, check=True)
     assert int(path.read_text().split()[-1]) < MAX_KERNEL_PAGES

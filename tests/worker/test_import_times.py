@@ -74,7 +74,6 @@ def test_errors_and_warnings_of_imports_have_no_frames_of_the_watch(notes: list[
         importlib.import_module("slow_missing")
 
 
-@pytest.mark.timeout(120)
 def test_a_note_names_the_package_that_a_library_imports(kernel: Kernel, folder: Path) -> None:
     (folder / "slow_inner" / "__init__.py").write_text("import time\ntime.sleep(0.2)\n")
     kernel.run(

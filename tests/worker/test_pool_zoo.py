@@ -14,8 +14,6 @@ import pytest
 from tests.kernels import Kernel
 from tests.worker.pool_zoo import SPECIMENS, is_installed
 
-pytestmark = pytest.mark.timeout(180)
-
 LIBRARIES = (
     "joblib, threads",
     "torch, threads of an operation",

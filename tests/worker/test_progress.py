@@ -55,7 +55,6 @@ print(weight.tolist())
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_before", [True, False], ids=["imported before", "imported later"])
 def test_optimizers_bars_and_modules_are_counted(is_before: bool) -> None:
     script = SCRIPT.format(is_before=is_before)

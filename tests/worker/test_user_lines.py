@@ -155,7 +155,7 @@ def test_threads_without_a_frame_of_the_user_get_the_last_line() -> None:
     for _ in range(2):
         thread = threading.Thread(target=names["run"])
         thread.start()
-        thread.join(60)
+        thread.join(180)
     assert found == [("sum", *here), ("meeting", *here)] * 2
     assert found[0] is found[2], "it is kept"
 
@@ -172,5 +172,5 @@ def test_a_thread_without_any_frame_gets_the_last_line() -> None:
 
     find = UserLines((__file__,)).finder(site_of, 4)
     _thread.start_new_thread(find, ((),))
-    assert is_found.wait(60)
+    assert is_found.wait(180)
     assert [(line.name, line.filename, line.line) for line in found] == [("", "", 0)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.xla import memory
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.usefixtures("compile_quickly")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_quickly")]
 
 
 def test_passed_models_are_in_memory_once() -> None:

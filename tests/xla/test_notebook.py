@@ -15,7 +15,6 @@ from tests.thorough import thorough
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("num_devices", [thorough(1), 8])
 def test_the_tpu_notebook_runs(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:

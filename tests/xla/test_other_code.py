@@ -9,7 +9,7 @@ import pytest
 from tests.kernels import Kernel
 from tests.thorough import thorough
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_quickly")]
+pytestmark = [pytest.mark.usefixtures("compile_quickly")]
 
 IMPORTS = """
     import torch.distributed as dist, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
@@ -62,7 +62,7 @@ WORLDS = {
 def test_world_variables_work(shared: Kernel, used: str) -> None:
     """On the CPU, torch_xla has no collectives across processes, so each worker is a world of one process."""
     shared.run(f"def work():{IMPORTS}    {WORLDS[used].strip()}\n")
-    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
+    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')")
     assert "tensors on the XLA device" not in cell.stdout
 
 
@@ -78,7 +78,7 @@ def work():{IMPORTS}
     return rank, world_size, store.add("present", 0)
 """
     )
-    cell = shared.run("notebook_launcher(work, (), 2, return_all=True)", timeout_s=100)
+    cell = shared.run("notebook_launcher(work, (), 2, return_all=True)")
     assert cell.value == [(0, 1, 1), (0, 1, 1)]
 
 
@@ -87,7 +87,7 @@ def test_gloo_calls_on_xla_tensors_are_reported(shared: Kernel, end: str) -> Non
     """torch silently reduces copies of them on the host."""
     collective = "dist.init_process_group(); total = ones(); dist.all_reduce(total)"
     shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")
-    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
+    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')")
     assert cell.value == [1, 1], "it is reduced now: the note may go"
     assert cell.stdout.count("got tensors on the XLA device for a gloo group") == 1
 
@@ -95,9 +95,9 @@ def test_gloo_calls_on_xla_tensors_are_reported(shared: Kernel, end: str) -> Non
 def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:
     """xmp.spawn, which Lightning Fabric calls on a TPU, would start them: each would be another world."""
     shared.run(f"def work():{IMPORTS}    xmp.spawn(print, nprocs=1)\n")
-    cell = shared.run("notebook_launcher(work, (), 2)", raises="RuntimeError", timeout_s=60)
+    cell = shared.run("notebook_launcher(work, (), 2)", raises="RuntimeError")
     assert "xmp.spawn was called in a worker (rank" in cell.raised.value
-    shared.run("notebook_launcher(work, (), 1)", timeout_s=60)
+    shared.run("notebook_launcher(work, (), 1)")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def ask(question):
     return early, joined, replicas, is_restored, torch.ones(2, device="xla").sum().item()
 """
     )
-    cell = shared.run(f"notebook_launcher(ask, ({question!r},), 1)", timeout_s=60)
+    cell = shared.run(f"notebook_launcher(ask, ({question!r},), 1)")
     assert cell.value == (([], False), [(3, 4)], 1, True, 2.0)
 
 
@@ -155,6 +155,5 @@ def device():
     return str(Accelerator().device)
 os.environ["PJRT_DEVICE"], notebook_launcher(device, num_processes=1)
 """,
-            timeout_s=100,
         )
         assert cell.value == ("CPU", "cpu")

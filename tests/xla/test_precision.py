@@ -7,8 +7,6 @@ import pytest
 from nblaunch.backends.xla import BACKEND
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(90)
-
 PROBE = """
 def probe(mixed_precision=None, downcast=False, first=False):
     if first:
@@ -46,9 +44,7 @@ def probing(shared: Kernel) -> Kernel:
 
 @pytest.mark.parametrize("arguments", TABLE)
 def test_the_device_uses_the_chosen_precision(probing: Kernel, arguments: str) -> None:
-    cell = probing.run(
-        f"notebook_launcher(lambda: probe({arguments}), num_processes=1, dashboard='text')", timeout_s=40
-    )
+    cell = probing.run(f"notebook_launcher(lambda: probe({arguments}), num_processes=1, dashboard='text')")
     *numbers, dtype, kind = cell.value
     assert tuple(numbers) == TABLE[arguments]
     assert dtype == "torch.float32"
@@ -62,22 +58,19 @@ def test_the_device_uses_the_chosen_precision(probing: Kernel, arguments: str) -
 
 
 def test_the_head_of_the_table_says_which_bf16_is_active(probing: Kernel) -> None:
-    cell = probing.run(
-        "notebook_launcher(lambda: probe('bf16', True), num_processes=1, dashboard='html')", timeout_s=40
-    )
+    cell = probing.run("notebook_launcher(lambda: probe('bf16', True), num_processes=1, dashboard='html')")
     head = cell.displays[0].data["text/plain"]
     assert "(xla, fork, bf16: float is bfloat16, double is float32)" in head
 
 
 def test_the_launchers_precision_is_the_default(probing: Kernel) -> None:
-    cell = probing.run("notebook_launcher(probe, num_processes=1, mixed_precision='bf16')", timeout_s=40)
+    cell = probing.run("notebook_launcher(probe, num_processes=1, mixed_precision='bf16')")
     assert cell.value[:4] == TABLE["'bf16'"]
 
 
 def test_late_settings_are_reported(probing: Kernel) -> None:
     cell = probing.run(
         "notebook_launcher(lambda: probe('bf16', False, True), num_processes=1, dashboard='text')",
-        timeout_s=40,
     )
     name, single, double, _, dtype, kind = cell.value
     assert (name, single, double, kind) == ("bf16", F32, F64, "Bf16Precision")
@@ -112,7 +105,6 @@ def train(model):
     return losses[0], losses[-1], bool((weight == weight.bfloat16().float()).all())
 notebook_launcher(train, (nn.Linear(4, 1),), num_processes=2)
 """,
-        timeout_s=60,
     )
     first, last, is_bf16 = cell.value
     assert last < first / 2

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("compile_quickly")
 def run(*words: str) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", "nblaunch", *words],
-        capture_output=True, text=True, timeout=220, env={**os.environ, "PJRT_DEVICE": "CPU"},
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PJRT_DEVICE": "CPU"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -29,7 +29,6 @@ def test_the_report_has_torch_xla() -> None:
     assert any("fp16" in text for text in report["notes"])
 
 
-@pytest.mark.timeout(240)
 def test_training_matches_a_single_process() -> None:
     shown = run("test", "--num_processes", "2", "--only", "gradients", "checkpoint")
     assert shown.startswith("2 processes on xla (gloo)")

@@ -10,8 +10,6 @@ import pytest
 from tests.kernels import Kernel
 from tests.xla.conftest import xla_kernel
 
-pytestmark = pytest.mark.timeout(240)
-
 NUM_DEVICES = 8
 
 TRAIN = """
@@ -103,7 +101,6 @@ apart = max((parts[4][name] - whole[4][name]).abs().max().item() for name in who
 returned = all(torch.equal(value, parts[4][name]) for name, value in model.state_dict().items())
 difference(parts[0], whole[0]), difference(parts[1], whole[1]), apart, parts[2], parts[3], returned, parts[5], parts[6]
 """,
-        timeout_s=200,
     )
     losses, norms, weights, (held, state), gathered, is_returned, is_tied, num_compiled = cell.value
     assert losses < 1e-5
@@ -146,7 +143,6 @@ def save_and_load(model, folder):
 
 notebook_launcher(save_and_load, (build(), {str(tmp_path / "saved")!r}), strategy="spmd", threads_per_process=4)
 """,
-        timeout_s=200,
     )
     is_equal, (held, state), problem, bias = cell.value
     assert is_equal
@@ -165,7 +161,6 @@ def parts(model):
     return on_each([model.hidden.weight]), on_each([model.back.weight]), on_each([model.frozen.weight])
 notebook_launcher(parts, (build(),), strategy="spmd", threads_per_process=4)
 """,
-        timeout_s=120,
     )
     assert cell.value == (1.0, 0.125, 0.125)
 
@@ -174,6 +169,5 @@ def test_spmd_rejects_a_process_per_device(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), num_processes=2)",
         raises="ValueError",
-        timeout_s=60,
     )
     assert "strategy='spmd'" in cell.raised.value

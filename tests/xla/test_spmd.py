@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import Cell, Kernel
 from tests.xla.conftest import StartKernel
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_quickly")]
+pytestmark = [pytest.mark.usefixtures("compile_quickly")]
 
 TRAIN = """
 def train(model, strategy=None, batch_size=32):
@@ -43,7 +43,7 @@ def run(kernel: Kernel, num_devices: int, source: str) -> Cell:
     """Run a cell in a kernel whose workers see this many devices."""
     kernel.run(f"os.environ['CPU_NUM_DEVICES'] = '{num_devices}'")
     try:
-        return kernel.run(source, timeout_s=70)
+        return kernel.run(source)
     finally:
         kernel.run("del os.environ['CPU_NUM_DEVICES']")
 
@@ -71,7 +71,7 @@ def test_inline_kernel_drives_all_devices(start_xla: StartKernel) -> None:
     kernel = start_xla(CPU_NUM_DEVICES="2")
     kernel.run(TRAIN)
     call = "notebook_launcher(train, (build(),), engine='inline', strategy='spmd')[:2]"
-    assert kernel.run(call, timeout_s=70).value == (1, ["{devices=[2,1]0,1}"])
+    assert kernel.run(call).value == (1, ["{devices=[2,1]0,1}"])
 
 
 def test_unsupported_spmd_launches_are_rejected(training: Kernel) -> None:
@@ -90,7 +90,6 @@ from nblaunch import PartialState
 notebook_launcher(late, (build(),), num_processes=1)
 """,
         raises="RuntimeError",
-        timeout_s=40,
     )
     assert "before the process first uses the device" in cell.raised.value
 

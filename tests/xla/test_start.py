@@ -11,7 +11,7 @@ import pytest
 
 from tests.xla.conftest import StartKernel
 
-pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("compile_quickly")]
+pytestmark = [pytest.mark.usefixtures("compile_quickly")]
 
 INITIALISES = (
     "torch_xla.device()",
@@ -85,7 +85,7 @@ def test_initialising_calls_are_known() -> None:
         [sys.executable, "-c", TRY_EACH, json.dumps(calls)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=True,
     )
     answers, is_initialised = json.loads(run.stdout.splitlines()[-1])
@@ -139,7 +139,6 @@ hazard = BACKEND.fork_hazard()
 second = notebook_launcher(train, (model,), num_processes=2), last_job().plan.start_method
 clean, first[1], hazard, second[1], is_initialised()
 """,
-        timeout_s=80,
     )
     clean, first, hazard, second, is_initialised = cell.value
     assert clean is None
@@ -159,7 +158,6 @@ def test_a_device_in_use_in_the_kernel_is_named(start_xla: StartKernel) -> None:
 result = notebook_launcher(train, (nn.Linear(3, 2),), num_processes=2)
 last_job().plan.start_method, last_job().plan.reason
 """,
-        timeout_s=60,
     )
     method, reason = cell.value
     assert method == "forkserver"
@@ -180,6 +178,5 @@ os.environ["PJRT_DEVICE"] = "CPU"
 found.append(notebook_launcher(device, num_processes=1))
 found
 """,
-        timeout_s=60,
     )
     assert cell.value == [("cpu", ""), ("xla:0", "CPU"), ("cpu", ""), ("xla:0", "CPU")]

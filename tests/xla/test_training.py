@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("compile_quickly")]
+pytestmark = [pytest.mark.usefixtures("compile_quickly")]
 
 DIGITS = """
 from sklearn.datasets import load_digits
@@ -82,7 +82,6 @@ def trained(digits: Kernel) -> Kernel:
     """Train on eight workers in the module's kernel, which then has all ``results``, and ``model`` with the weights."""
     digits.run(
         "model = build()\nresults = notebook_launcher(train, (model,), num_processes=8, return_all=True)",
-        timeout_s=90,
     )
     return digits
 
@@ -95,7 +94,6 @@ same = max(difference(weights[0], other) for other in weights[1:])
 ([result[:4] for result in results], same, difference(weights[0], model.state_dict()), is_initialised(),
  os.environ["PJRT_DEVICE"])
 """,
-        timeout_s=90,
     )
     results, same, returned, is_initialised, device = cell.value
     assert {result[0] for result in results} == {"xla:0"}
@@ -117,7 +115,6 @@ plain = notebook_launcher(reference, num_processes=1, backend="cpu")
 untrained = build().state_dict()
 difference(plain, model.state_dict()), difference(plain, untrained)
 """,
-        timeout_s=90,
     )
     error, distance = cell.value
     # 44 steps of AdamW in float32 with gradients summed in another order; the weights have changed by far more.
@@ -132,7 +129,6 @@ def test_repeated_training_is_reproducible(digits: Kernel) -> None:
 runs = [notebook_launcher(train, (build(), 1), num_processes=2) for _ in range(2)]
 difference(runs[0][4], runs[1][4]), is_initialised()
 """,
-        timeout_s=60,
     )
     assert cell.value == (0.0, False)
 
@@ -153,10 +149,9 @@ def fail(model):
 notebook_launcher(fail, (build(),), num_processes=2)
 """,
         raises="RuntimeError",
-        timeout_s=60,
     )
     assert len(cell.raised.lines) <= 30, cell.describe()
-    assert digits.run(COMPUTES, timeout_s=60).value == 2.0
+    assert digits.run(COMPUTES).value == 2.0
 
 
 def test_training_works_after_an_interrupt(digits: Kernel, tmp_path: Path) -> None:
@@ -174,11 +169,11 @@ def endless(model):
 notebook_launcher(endless, (build(),), num_processes=2)
 """
     )
-    digits.wait_until(begun.exists, 60, "the workers to compute", cell)
+    digits.wait_until(begun.exists, 180, "the workers to compute", cell)
     digits.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert digits.processes() == []
-    assert digits.run(COMPUTES, timeout_s=60).value == 2.0
+    assert digits.run(COMPUTES).value == 2.0
 
 
 def test_loaders_with_worker_processes(digits: Kernel) -> None:
@@ -197,21 +192,18 @@ def read(model):
     return seen
 notebook_launcher(read, (build(),), num_processes=2)
 """,
-        timeout_s=60,
     )
     assert cell.value == 720
 
 
 def test_one_worker_still_runs(digits: Kernel) -> None:
     """A host with one chip does the same. The last batch is filled up, so that it has no new shape."""
-    cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]", timeout_s=60)
+    cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]")
     assert cell.value == ("xla:0", 1, 360)
 
 
 def test_workers_share_a_start_method_without_fork(digits: Kernel) -> None:
-    cell = digits.run(
-        'notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]', timeout_s=80
-    )
+    cell = digits.run('notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]')
     assert cell.value == ("xla:0", 2, 360)
 
 
@@ -225,4 +217,4 @@ def evaluate_on_one(model):
     return prepared(images[:4].to(accelerator.device)).shape
 """)
     launch = "notebook_launcher(evaluate_on_one, (build(),), num_processes=2, sync_weights=False)"
-    assert digits.run(f"tuple({launch})", timeout_s=60).value == (4, 10)
+    assert digits.run(f"tuple({launch})").value == (4, 10)

@@ -11,8 +11,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(120)
-
 CELL = """
 import itertools, torch, nblaunch
 numbers = (number for number in range(10)); next(numbers)

@@ -9,8 +9,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(180)
-
 CELL = """
 import os, subprocess, sys, threading
 from nblaunch import Session, attached_debugger, last_job, notebook_launcher
@@ -39,7 +37,6 @@ def debugged() -> Iterator[Kernel]:
 def test_workers_start_without_the_debugger_of_the_kernel(debugged: Kernel, start_method: str) -> None:
     cell = debugged.run(
         f"notebook_launcher(look, num_processes=2, start_method={start_method!r}, return_all=True, dashboard='text')",
-        timeout_s=120,
     )
     assert cell.value == [("0", "5\n"), ("1", "5\n")]
     assert debugged.run("attached_debugger.is_attached(), sys.gettrace() is not None").value == (True, True)
@@ -52,7 +49,7 @@ def test_sessions_start_without_the_debugger_and_say_so_once(debugged: Kernel) -
     cells = [debugged.run(launch), debugged.run(launch)]
     assert ["breakpoints set in the front end" in cell.shown for cell in cells] == [True, False]
     session = "with Session(2) as session:\n    values = session.run(look, return_all=True)\nvalues"
-    assert debugged.run(session, timeout_s=120).value == [("0", "5\n"), ("1", "5\n")]
+    assert debugged.run(session).value == [("0", "5\n"), ("1", "5\n")]
 
 
 def test_breakpoint_opens_pdb_in_a_worker(debugged: Kernel) -> None:

@@ -10,8 +10,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(90)
-
 RAY = """
 from types import SimpleNamespace
 

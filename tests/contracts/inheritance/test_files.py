@@ -13,8 +13,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(60)
-
 LAUNCH = "nblaunch.notebook_launcher(function, num_processes=2, start_method={!r}, return_all=True, dashboard='none')"
 
 

@@ -11,8 +11,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:

@@ -6,12 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @contract("exit handlers")

@@ -9,8 +9,6 @@ import pytest
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(120)
-
 CELL = """
 import decimal, gc, logging, sys, warnings
 import numpy, torch

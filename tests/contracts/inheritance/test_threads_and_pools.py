@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.contracts.inheritance.contract import contract
 from tests.kernels import Cell, Kernel
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def launch(kernel: Kernel, function: str, start_method: str, raises: str | None = None) -> Cell:
@@ -18,7 +14,6 @@ def launch(kernel: Kernel, function: str, start_method: str, raises: str | None 
         f"nblaunch.notebook_launcher({function}, num_processes=2, start_method={start_method!r}, dashboard='none', "
         "return_all=True, on_hang='stop')",
         raises=raises,
-        timeout_s=90,
     )
 
 
@@ -125,7 +120,6 @@ def test_compiled_functions_and_new_ones_run(kernel: Kernel, start_method: str) 
         "def train():\n"
         "    triple = torch.compile(lambda x: x.cos() * 3)\n"
         "    return double(x).tolist(), triple(x).tolist()",
-        timeout_s=100,
     )
     assert launch(kernel, "train", start_method).value == [([0.0, 0.0], [3.0, 3.0])] * 2
 

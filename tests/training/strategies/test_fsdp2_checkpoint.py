@@ -440,7 +440,7 @@ def _blocked(seconds: float | None = None) -> Iterator[threading.Event]:
     may_write, write = threading.Event(), FileSystemWriter.write_data
 
     def late(self: Any, *args: Any) -> Any:
-        assert may_write.wait(60)
+        assert may_write.wait(180)
         return write(self, *args)
 
     FileSystemWriter.write_data = late  # type: ignore[method-assign]
@@ -595,7 +595,7 @@ def _return_while_saving(kind: str | None, folder: str) -> bool:
     may_write, write = threading.Event(), Snapshot.write
 
     def late(self: Any, *args: Any) -> Any:
-        assert may_write.wait(60)
+        assert may_write.wait(180)
         return write(self, *args)
 
     Snapshot.write = late  # type: ignore[method-assign]

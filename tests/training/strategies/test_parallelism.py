@@ -132,7 +132,7 @@ def test_training_saving_and_resuming_equal_one_process(
 ) -> None:
     folder = str(tmp_path / "state")
     expected, weights = _expected()
-    results = ranks.run(_train, num_ranks, sizes, folder, timeout_s=120)
+    results = ranks.run(_train, num_ranks, sizes, folder)
     for losses, _ in results:
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
     whole = results[0][1]
@@ -140,7 +140,7 @@ def test_training_saving_and_resuming_equal_one_process(
     for name, weight in weights.items():
         torch.testing.assert_close(whole[name], weight, rtol=1e-4, atol=1e-5)
     second = expected[len(expected) // 2 :]
-    for losses in ranks.run(_resume, num_ranks, sizes, folder, timeout_s=120):
+    for losses in ranks.run(_resume, num_ranks, sizes, folder):
         assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
     if sizes is BOTH:  # shards from a mesh with two dimensions, loaded on a mesh with one
         for losses in ranks.run(_resume, 2, {"dp_shard_size": 2}, folder):
@@ -151,7 +151,7 @@ def test_tensor_parallel_ranks_go_on_with_a_checkpoint_of_one_process(tmp_path: 
     """Its optimizer steps parameters in lists, which torch can't do with partly sharded layers."""
     folder = str(tmp_path / "state")
     ((expected, _),) = ranks.run(_train, 1, None, folder)
-    for losses in ranks.run(_resume, 2, TENSOR, folder, timeout_s=120):
+    for losses in ranks.run(_resume, 2, TENSOR, folder):
         assert losses == pytest.approx(expected[len(expected) // 2 :], rel=1e-5, abs=1e-5)
 
 
@@ -177,7 +177,7 @@ def test_shards_of_any_mesh_are_gathered_on_the_cpu() -> None:
 def test_mixed_precision_and_accumulation_on_both() -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
     expected, _ = _expected(2, "bf16")
-    for losses, _ in ranks.run(functools.partial(_train, **settings), 4, BOTH, "", timeout_s=120):
+    for losses, _ in ranks.run(functools.partial(_train, **settings), 4, BOTH, ""):
         assert losses == pytest.approx(expected, rel=0.05, abs=0.02)  # bf16 has 8 bits
 
 
@@ -488,5 +488,5 @@ def _cut_sequences(sizes: dict[str, int] | None) -> list[float]:
 )
 def test_sequences_are_cut_and_gradients_averaged(num_ranks: int, sizes: dict[str, int]) -> None:
     (expected,) = ranks.run(_cut_sequences, 1, None)
-    for losses in ranks.run(_cut_sequences, num_ranks, sizes, timeout_s=120):
+    for losses in ranks.run(_cut_sequences, num_ranks, sizes):
         assert losses == pytest.approx(expected, rel=1e-5)
