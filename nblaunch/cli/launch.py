@@ -38,6 +38,7 @@ from nblaunch.config.settings import (
 )
 from nblaunch.packages import is_installed
 from nblaunch.setting import Setting, Switch
+from nblaunch.worker.script import find_main
 
 COMMAND_LINE = "command line"
 
@@ -249,8 +250,10 @@ def _check_script(script: str | None, is_module: bool) -> None:
         )
     if not path.exists():
         raise UsageError(f"{script}: no such file; the working folder is {os.getcwd()}")
-    if not path.is_file():
-        raise UsageError(f"{script}: is not a file; to launch a package, pass its name with -m")
+    if not path.is_file() and find_main(script) is None:
+        raise UsageError(
+            f"{script}: this folder has no __main__.py; to launch a package, pass its name with -m"
+        )
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: can't be read: permission denied")
 

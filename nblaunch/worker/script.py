@@ -10,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import pkgutil
 import random
 import sys
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class Script:
     """A script or a module with its arguments, which a worker calls.
 
     Args:
-        target: path of a script as the user typed it, or name of a module.
+        target: path of a script, or of a folder or zip file with a ``__main__.py``, as the user typed it; or name of a
+            module.
         arguments: the arguments that follow the target on the command line.
         is_module: whether ``target`` is a module, as for ``python -m``.
         folder: the caller's working directory, where modules are searched first.
@@ -38,20 +40,25 @@ class Script:
 
     def __call__(self) -> None:
         random.seed()  # fresh workers of a kernel share its random state; ranks of a script must not
-        _search_first(self.folder if self.is_module else os.path.dirname(os.path.realpath(self.target)))
+        spec: importlib.machinery.ModuleSpec | None
         if self.is_module:
+            _search_first(self.folder)
             spec = find_module(self.target)
-            code = _code_of(spec)
-            path = spec.origin or ""
-            main = _become_main(path, spec)
+        elif (spec := find_main(os.path.abspath(self.target))) is not None:
+            _search_first(os.path.abspath(self.target))
         else:
-            path = os.path.abspath(self.target)
-            with io.open_code(path) as file:
-                # Don't inherit this module's future statements, which would turn annotations into strings.
-                code = compile(file.read(), path, "exec", dont_inherit=True)
-            main = _become_main(path, None)
+            _search_first(os.path.dirname(os.path.realpath(self.target)))
+        path = os.path.abspath(self.target) if spec is None else spec.origin or ""
+        code = _code_in(path) if spec is None else _code_of(spec)
+        main = _become_main(path, spec)
         sys.argv[:] = [path if self.is_module else self.target, *self.arguments]
         exec(code, main.__dict__)
+
+
+def find_main(path: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the ``__main__`` of a folder or zip file, which ``python path`` runs; None for a script."""
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    return spec if spec is not None and spec.has_location else None
 
 
 def find_module(name: str) -> importlib.machinery.ModuleSpec:
@@ -77,6 +84,16 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
     if code is None:
         raise ImportError(f"{spec.name} has no Python code to run")
     return code
+
+
+def _code_in(path: str) -> CodeType:
+    """Return the code of a script, which may be compiled already."""
+    with io.open_code(path) as file:
+        if (code := pkgutil.read_code(file)) is not None:
+            return code
+        file.seek(0)
+        # Don't inherit this module's future statements, which would turn annotations into strings.
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _search_first(folder: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +88,23 @@ def test_a_module_runs_as_under_python_m() -> None:
     by_python("-m", "package", "--lr", "1")  # compile it, so that both runs find it compiled
     expected = by_python("-m", "package", "--lr", "1")
     ended = launch("--num_processes", "2", "-m", "package", "--lr", "1")
+    assert facts_of(ended, 0) == expected
+    assert facts_of(ended, 1) == expected
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "compiled"])
+def test_a_folder_or_a_zip_file_or_compiled_code_runs_as_under_python(kind: str) -> None:
+    Path("app").mkdir()
+    Path("app/helper.py").write_text("")
+    script(FACTS, "app/__main__.py")
+    if kind == "zip":
+        shutil.make_archive("app", "zip", "app")
+    if kind == "compiled":
+        py_compile.compile("app/__main__.py", "app/main.pyc")
+    name = {"folder": "app", "zip": "app.zip", "compiled": "app/main.pyc"}[kind]
+    by_python(name, "--lr", "1")  # compile it, so that both runs find it compiled
+    expected = by_python(name, "--lr", "1")
+    ended = launch("--num_processes", "2", name, "--lr", "1")
     assert facts_of(ended, 0) == expected
     assert facts_of(ended, 1) == expected
 

@@ -27,7 +27,7 @@ def assert_rejected(ended: Ended, *words: str) -> None:
     [
         ("", ["no script"]),
         ("none.py", ["none.py", "no such file"]),
-        (".", ["not a file", "-m"]),
+        (".", ["no __main__.py", "-m"]),
         ("python train.py", ["python: ", "leave out the interpreter"]),
         ("python3.12 -m train", ["python3.12: ", "leave out the interpreter"]),
         ("-m none.at.all", ["none.at.all", "no such module"]),
