@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
+
+MixedPrecision = Literal["no", "fp16", "bf16", "fp8"]
+MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
+DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CP_STRATEGIES = ("allgather", "alltoall")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def _as_whole(text: str, least: int) -> int:
 def _as_one_of(text: str, choices: Sequence[str]) -> str:
     if text.lower() not in choices:
         raise ValueError(text)
-    return text
+    return text.lower()
 
 
 CHECKS = (
@@ -95,9 +100,9 @@ _LEVELS = VariableType(
     lambda text: _as_whole(text.partition(",")[0], least=0),
     "a whole number of at least 0, or several, such as 4,2",
 )
-_PRECISION = _one_of("no", "fp16", "bf16", "fp8")
+_PRECISION = _one_of(*MIXED_PRECISIONS)
 _LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
-_DYNAMO_MODE = _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_DYNAMO_MODE = _one_of(*DYNAMO_MODES)
 
 TABLE = {
     row.name: row
@@ -152,7 +157,7 @@ TABLE = {
         ),
         Variable(
             "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-            _one_of("allgather", "alltoall"),
+            _one_of(*CP_STRATEGIES),
             "allgather",
             "how ranks exchange keys and values",
         ),

@@ -18,6 +18,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from nblaunch import formatting
+from nblaunch.env import MIXED_PRECISIONS as MIXED_PRECISIONS
+from nblaunch.env import MixedPrecision as MixedPrecision
 from nblaunch.setting import (
     Amounts,
     Choice,
@@ -33,7 +35,6 @@ from nblaunch.setting import (
     Whole,
 )
 
-MixedPrecision = Literal["no", "fp16", "bf16", "fp8"]
 NodeEngineName = Literal["processes", "ssh", "slurm", "ray"]
 """Engines that start ranks on several machines from this one process; see ``nblaunch/engines/``."""
 EngineName = Literal["auto", "local", "inline", "elastic", NodeEngineName]
@@ -45,7 +46,6 @@ BackendName = Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps", "xla", "torch
 LaunchStrategy = Literal["auto", "spmd"]
 DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
 
-MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 RDZV_SETTINGS = (
     "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch import backends
+from nblaunch.env import CP_STRATEGIES, DYNAMO_MODES
 from nblaunch.setting import Choice, Converter, Flag, FlagOrName, Number, Setting, Switch, Text, Whole
 from nblaunch.spec import options
 
@@ -32,7 +33,6 @@ GROUPS = {
 """Group -> title. Groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
 
 STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "spmd")
-DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -107,7 +107,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("parallelism_config_tp_size", Whole(1), None, "number of processes that compute each layer together"),
         ("parallelism_config_cp_size", Whole(1), None, "number of processes that share a sequence"),
         ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are sharded"),
-        ("parallelism_config_cp_comm_strategy", Choice(("allgather", "alltoall")), None,
+        ("parallelism_config_cp_comm_strategy", Choice(CP_STRATEGIES), None,
          "how processes that share a sequence exchange keys and values"),
         ("parallelism_config_sp_size", Whole(1), None, "only 1: DeepSpeed's sequence parallelism is not available"),
     ),

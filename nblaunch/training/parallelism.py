@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from nblaunch import env, formatting
+from nblaunch.env import CP_STRATEGIES
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
 
@@ -61,7 +62,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         self.cp_comm_strategy = self.cp_comm_strategy or env.read("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
-        check_choice("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+        check_choice("cp_comm_strategy", self.cp_comm_strategy, CP_STRATEGIES)
 
 
 @dataclass

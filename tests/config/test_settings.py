@@ -40,6 +40,7 @@ def no_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         ("dynamo_backend", "INDUCTOR", "inductor"),
         ("dynamo_backend", "openxla", "openxla"),  # strategies of a device family
         ("dynamo_backend", "ONNXRT", "onnxrt"),  # exists once its library is imported
+        ("dynamo_mode", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
         ("fsdp_auto_wrap_policy", "transformer_based_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_reshard_after_forward", "true", True),
         ("fsdp_reshard_after_forward", "full_shard", "FULL_SHARD"),
