@@ -3,6 +3,8 @@
     find_spec("deepspeed") ──> its loader, which measures exec_module, with all imports inside it
                            ──> 5 s or longer? ──> the package inside it that takes most of this time
 
+Time in which other programs used the processor does not count, because it does not belong to the import.
+
 Each worker repeats the imports that the kernel has not performed. A library may import others without the
 user's knowledge: for example, Accelerate imports DeepSpeed if it is installed. Measuring adds only a few
 microseconds to an import, because it covers packages but not their modules.
@@ -22,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from nblaunch import env, formatting, packages
+from nblaunch.host import proc
 from nblaunch.user_code import is_own_file, is_user_file
 
 CHECK = "slow_imports"
@@ -74,6 +77,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         self._searched: set[str] = set()
         self._running: list[_Import] = []
         self._num_reports = 0
+        self._waited_s = 0.0  # before the outermost import
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -110,7 +114,9 @@ class _Watch(importlib.abc.MetaPathFinder):
             vars(loader).pop("exec_module", None)
         else:
             loader.exec_module = changed
-        if self._running:
+        if not self._running:
+            self._waited_s = _waited_for_processor_s()
+        else:
             self._running[-1].inner.append(package)
         self._running.append(package)
 
@@ -120,7 +126,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         if seconds < _MAIN_PART * _SLOW_S or not self._is_here():
             return
         package.importer = _importer_of(package.name)
-        if not self._running and seconds >= _SLOW_S:
+        if not self._running and seconds - (_waited_for_processor_s() - self._waited_s) >= _SLOW_S:
             self._explain(package)
 
     def _explain(self, whole: _Import) -> None:
@@ -141,6 +147,12 @@ class _Watch(importlib.abc.MetaPathFinder):
         )
         duration = formatting.duration(package.seconds)
         self._report(f"rank 0 spent {duration} importing {package.name}{importer}: {advice}")
+
+
+def _waited_for_processor_s() -> float:
+    """Return how long this thread has been ready to run while others ran; 0 if the system does not say."""
+    times = proc.thread_times(os.getpid()).get(threading.get_native_id())
+    return 0.0 if times is None else times.wait_s
 
 
 def _importer_of(package: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.host import proc
 from nblaunch.worker import import_times
 from tests.kernels import Kernel
 
@@ -72,6 +75,21 @@ def test_errors_and_warnings_of_imports_have_no_frames_of_the_watch(notes: list[
     assert [Path(warning.filename).name for warning in caught] == ["test_import_times.py"]
     with pytest.raises(ModuleNotFoundError, match="slow_missing"):
         importlib.import_module("slow_missing")
+
+
+def test_an_import_is_not_slow_because_others_use_the_processor(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1.0, 1e6)
+    times = {threading.get_native_id(): proc.ThreadTimes(0.0, 0.0)}
+    monkeypatch.setattr(proc, "thread_times", lambda pid: times)
+    importlib.import_module("slow_inner")
+    assert len(notes) == 1
+    monkeypatch.setattr(
+        proc, "thread_times", lambda pid: {threading.get_native_id(): proc.ThreadTimes(0.0, next(clock))}
+    )
+    importlib.import_module("slow_outer")
+    assert len(notes) == 1
 
 
 def test_a_note_names_the_package_that_a_library_imports(kernel: Kernel, folder: Path) -> None:
