@@ -10,8 +10,7 @@ stalls.py               ranks that wait although their calls agree: which rank i
 transfers.py            ranks that wait in send or recv: the missing half, or ranks that wait for each other
 backward_passes.py      ranks that wait in a backward pass: how the step of another rank differs
 source_blocks.py        loops and conditions around a line of user code
-deadlock.py             which ranks wait for a thread that their process does not have
-full_queues.py          which ranks wait for room in a queue that only the kernel could read
+long_waits.py           which ranks wait for a thread that their process does not have, or for a reader of a queue
 stacks.py               the ranks' Python stacks, collected when one makes no progress
 report.py               the facts of an attempt
 root_cause.py           the earliest failure that no other failure explains, and its meaning

@@ -2,8 +2,7 @@
 
     progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackQuery ── poll ──> reply
-    threads ──> DeadlockDetector ─ needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
-    pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
+    threads ──> WaitDetector ───── needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
 
 ``diagnosis/hang.py`` defines a hang. Ranks of this machine answer through signals and files (:class:`LocalStacks`),
 ranks of other machines through their nodes (``engines/coordinator.py``).
@@ -20,10 +19,8 @@ from functools import partial
 from typing import Protocol
 
 from nblaunch import formatting
-from nblaunch.diagnosis import deadlock, full_queues, hang
-from nblaunch.diagnosis.deadlock import DeadlockDetector
+from nblaunch.diagnosis import hang, long_waits
 from nblaunch.diagnosis.disagreements import Explanation, explain, explain_splits, find_disagreement
-from nblaunch.diagnosis.full_queues import FullQueueDetector
 from nblaunch.diagnosis.hang import (
     Check,
     Finding,
@@ -33,6 +30,7 @@ from nblaunch.diagnosis.hang import (
     describe_positions,
     progress_of,
 )
+from nblaunch.diagnosis.long_waits import WaitDetector, WaitKind
 from nblaunch.diagnosis.report import Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.diagnosis.stalls import Standing, explain_stall
@@ -155,10 +153,8 @@ class HangWatch:
         self._num_messages = Counter[int]()
         self._num_metrics = Counter[int]()
         self._queries: list[tuple[StackQuery, _Use]] = []
-        self._deadlocks = DeadlockDetector()
-        self._deadlocked: dict[int, Position] = {}
-        self._full_queues = FullQueueDetector()
-        self._blocked: dict[int, Position] = {}
+        self._wait_detector = WaitDetector()
+        self._waits: dict[int, tuple[WaitKind, Position]] = {}
         self.begin_anew()
 
     @property
@@ -193,10 +189,8 @@ class HangWatch:
         }
         if self._detector.observe(now, progress, list(pids)):
             self._ask(pids, self._judge)
-        if self._is_local and (deadlocked := self._deadlocks.observe(now, pids)):
-            self._ask(pids, partial(self._report_deadlock, deadlocked=deadlocked))
-        if self._is_local and (blocked := self._full_queues.observe(now, pids)):
-            self._ask(pids, partial(self._report_full_queues, blocked=blocked))
+        if self._is_local and (kinds := self._wait_detector.observe(now, pids)):
+            self._ask(pids, partial(self._report_waits, kinds=kinds))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
         """Answer a query about the positions of all ranks once their stacks have arrived; ``pids`` as in
@@ -229,48 +223,30 @@ class HangWatch:
             lines = describe_positions(positions)
         self._requests.answer(query, "\n".join(lines) or "no rank is running the function")
 
-    def _report_deadlock(
-        self, checks: Mapping[int, Check], done: Collection[int], deadlocked: Mapping[int, bool]
+    def _report_waits(
+        self, checks: Mapping[int, Check], done: Collection[int], kinds: Mapping[int, WaitKind]
     ) -> Hung | None:
-        """Report ranks that wait forever. A rank in a collective waits for other ranks, whatever its threads do.
+        """Report ranks that wait for a thread or for a reader of a queue; return the hang if it is certain.
 
         Args:
-            deadlocked: rank -> whether the deadlock is certain without its stack.
+            kinds: rank -> what it waits for, unless its stack shows otherwise.
         """
         positions = _positions(checks)
         waiting = {
-            rank: positions[rank]
-            for rank, is_certain in deadlocked.items()
-            if rank in positions and positions[rank].stack and not positions[rank].waits_for_ranks
-            if is_certain or deadlock.is_confirmed(positions[rank])
+            rank: (kind, positions[rank])
+            for rank, kind in kinds.items()
+            if rank in positions and long_waits.is_confirmed(kind, positions[rank])
         }
         if not waiting:
             return None
-        self._deadlocked.update(waiting)
-        for rank, at in waiting.items():
-            self._emit(Stalled(rank, where=at.place, for_s=deadlock.CERTAIN_S))
+        self._waits |= waiting
+        found = {kind for kind, _ in waiting.values()}
+        for_s = int(min(kind.value for kind in found))
+        for rank, (_, at) in waiting.items():
+            self._emit(Stalled(rank, where=at.place, for_s=for_s))
         lines, explanation = self._describe(positions, done)
-        self._report(f"no progress for {deadlock.CERTAIN_S:g} s:", _with_headline(lines, explanation))
-        is_certain = any(deadlocked[rank] for rank in waiting)
-        return Hung(positions, lines, "", explanation) if is_certain else None
-
-    def _report_full_queues(
-        self, checks: Mapping[int, Check], done: Collection[int], blocked: Collection[int]
-    ) -> Hung | None:
-        """Report ranks that wait for room in a queue of this process; another process may still read it."""
-        positions = _positions(checks)
-        waiting = {
-            rank: positions[rank]
-            for rank in blocked
-            if rank in positions and full_queues.is_confirmed(positions[rank])
-        }
-        self._blocked.update(waiting)
-        for rank, at in waiting.items():
-            self._emit(Stalled(rank, where=at.place, for_s=full_queues.LONG_S))
-        if waiting:
-            lines = _with_headline(*self._describe(positions, done))
-            self._report(f"no progress for {full_queues.LONG_S:g} s:", lines)
-        return None
+        self._report(f"no progress for {for_s} s:", _with_headline(lines, explanation))
+        return Hung(positions, lines, "", explanation) if WaitKind.THREAD in found else None
 
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the requested stacks; return the hang if it is certain."""
@@ -289,14 +265,15 @@ class HangWatch:
             return None
         lines, explanation = self._describe(positions, done, finding.busy)
         self._report(self._headline(finding), _with_headline(lines, explanation))
-        advice = "" if self._still_blocked(positions) else hang.advice(positions)
+        is_full = WaitKind.READER in self._still_waiting(positions).values()
+        advice = "" if is_full else hang.advice(positions)
         if explanation is not None:
             advice = explanation.advice
         return Hung(positions, lines, advice, explanation) if finding.hung else None
 
-    def _still_blocked(self, positions: Positions) -> list[int]:
-        """Return the ranks that are still waiting for room in a queue."""
-        return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
+    def _still_waiting(self, positions: Positions) -> dict[int, WaitKind]:
+        """Return the ranks that still wait where they were reported to wait, and what they wait for."""
+        return {rank: kind for rank, (kind, at) in self._waits.items() if positions.get(rank) == at}
 
     def _describe(
         self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()
@@ -308,11 +285,12 @@ class HangWatch:
             positions, steps, gone=sorted(done), busy=busy, is_explained=explanation is not None
         )
         start_method = self._attempt.plan.start_method
-        if blocked := self._still_blocked(positions):
-            return [*lines, full_queues.explain(blocked)], None
-        deadlocked = {rank: at for rank, at in self._deadlocked.items() if positions.get(rank) == at}
-        if deadlocked:
-            lines += [*deadlock.explain(deadlocked), deadlock.advice(start_method)]
+        still = self._still_waiting(positions)
+        if blocked := [rank for rank, kind in still.items() if kind is WaitKind.READER]:
+            return [*lines, long_waits.explain_full_queues(blocked)], None
+        if still:
+            waiting = {rank: positions[rank] for rank in still}
+            lines += [*long_waits.explain(waiting), long_waits.advice(start_method)]
         elif start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
         return lines, explanation

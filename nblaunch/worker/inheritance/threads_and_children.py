@@ -8,7 +8,7 @@ Only the parent of a process can wait for it. If a wait fails, ``subprocess`` as
 status 0. In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()``
 would do nothing. A worker therefore asks the system for the state of the programs that the kernel started.
 
-The launcher uses other ways to detect workers that wait for a thread of the kernel (``diagnosis/deadlock.py``).
+The launcher uses other ways to detect workers that wait for a thread of the kernel (``diagnosis/long_waits.py``).
 """
 
 from __future__ import annotations

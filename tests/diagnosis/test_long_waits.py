@@ -1,4 +1,4 @@
-"""Reports about ranks that wait for a thread that their process does not have."""
+"""Reports about ranks that wait for a thread that their process does not have, or for a reader of a queue."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import _base as futures
+from dataclasses import replace
+from multiprocessing import queues
 
 import pytest
 
-from nblaunch.diagnosis import deadlock
-from nblaunch.diagnosis.deadlock import DeadlockDetector, advice, explain, is_confirmed
-from nblaunch.diagnosis.stacks import Position, StackFrame
+from nblaunch.diagnosis import long_waits
+from nblaunch.diagnosis.long_waits import WaitDetector, WaitKind, advice, explain, is_confirmed
+from nblaunch.diagnosis.stacks import NO_REPLY, Position, StackFrame
 from nblaunch.host.waits import Waits
 
 BOOTSTRAP = StackFrame("/x/nblaunch/worker/bootstrap.py", 10, "_call")
@@ -28,7 +30,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Replace the readings about every process."""
 
     def set_waits(waits: Waits | None) -> None:
-        monkeypatch.setattr(deadlock, "endless_waits", lambda pid: waits)
+        monkeypatch.setattr(long_waits, "endless_waits", lambda pid: waits)
+        monkeypatch.setattr(long_waits, "wait_for_others", lambda pid: None)
 
     return set_waits
 
@@ -38,21 +41,26 @@ def position(*inner: StackFrame, num_threads: int | None = 1) -> Position:
 
 
 def test_a_rank_whose_threads_all_wait_is_reported_once(found: Answer) -> None:
-    detector = DeadlockDetector()
+    detector = WaitDetector()
     found(Waits((7, "0xa", "5"), ()))
-    assert [detector.observe(now, {0: 7}) for now in (0.0, 0.5, 1.0, 1.5)] == [{}, {}, {0: True}, {}]
+    assert [detector.observe(now, {0: 7}) for now in (0.0, 0.5, 1.0, 1.5)] == [
+        {},
+        {},
+        {0: WaitKind.THREAD},
+        {},
+    ]
 
 
 def test_a_thread_that_ran_restarts_the_clock(found: Answer) -> None:
-    detector = DeadlockDetector()
+    detector = WaitDetector()
     for now, sleeps in ((0.0, "5"), (0.5, "5"), (1.0, "6"), (1.5, "6")):
         found(Waits((7, "0xa", "5"), ((8, "0xb", sleeps),)))
         assert detector.observe(now, {0: 7}) == {}
-    assert detector.observe(2.0, {0: 7}) == {0: True}
+    assert detector.observe(2.0, {0: 7}) == {0: WaitKind.THREAD}
 
 
 def test_a_rank_that_continued_is_forgotten(found: Answer) -> None:
-    detector = DeadlockDetector()
+    detector = WaitDetector()
     found(Waits((7, "0xa", "5"), ()))
     detector.observe(0.0, {0: 7})
     found(None)
@@ -62,17 +70,41 @@ def test_a_rank_that_continued_is_forgotten(found: Answer) -> None:
 
 
 def test_waits_beside_running_threads_are_uncertain(found: Answer) -> None:
-    detector = DeadlockDetector()
+    detector = WaitDetector()
     found(Waits((7, "0xa", "5"), None))
-    assert [detector.observe(now, {0: 7}) for now in (0.0, 1.0, 1.5)] == [{}, {}, {0: False}]
+    assert [detector.observe(now, {0: 7}) for now in (0.0, 1.0, 1.5)] == [
+        {},
+        {},
+        {0: WaitKind.THREAD_PERHAPS},
+    ]
 
 
-def test_a_wait_without_other_python_threads_is_confirmed() -> None:
-    assert is_confirmed(position(THREADING, QUEUE))
-    assert not is_confirmed(position(THREADING, QUEUE, num_threads=2))
-    assert not is_confirmed(position(THREADING, QUEUE, num_threads=None))
-    assert not is_confirmed(position())
-    assert not is_confirmed(position(StackFrame("/x/site-packages/polars/frame.py", 1, "collect")))
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_wait_for_a_reader_counts_if_the_kernel_has_the_pipe(
+    found: Answer, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    detector = WaitDetector()
+    found(None)
+    monkeypatch.setattr(long_waits, "wait_for_others", lambda pid: (7, "0x3", "5"))
+    monkeypatch.setattr(long_waits, "has_awaited_object", lambda pid: is_shared)
+    kinds = [detector.observe(now, {0: 7}) for now in (0.0, 1.0, 2.0, 3.0)]
+    assert kinds == [{}, {}, {0: WaitKind.READER} if is_shared else {}, {}]
+
+
+def test_stacks_confirm_waits() -> None:
+    waiting, busy = position(THREADING, QUEUE), position()
+    assert is_confirmed(WaitKind.THREAD_PERHAPS, waiting)
+    assert not is_confirmed(WaitKind.THREAD_PERHAPS, position(THREADING, QUEUE, num_threads=2))
+    assert not is_confirmed(WaitKind.THREAD_PERHAPS, position(THREADING, QUEUE, num_threads=None))
+    assert not is_confirmed(WaitKind.THREAD_PERHAPS, busy)
+    assert not is_confirmed(
+        WaitKind.THREAD_PERHAPS, position(StackFrame("/x/site-packages/polars/frame.py", 1, "collect"))
+    )
+    assert is_confirmed(WaitKind.THREAD, busy)
+    assert not is_confirmed(WaitKind.THREAD, NO_REPLY)
+    assert not is_confirmed(WaitKind.THREAD, replace(waiting, waiting_in="all_reduce"))
+    assert is_confirmed(WaitKind.READER, position(StackFrame(queues.__file__, 90, "put")))
+    assert not is_confirmed(WaitKind.READER, waiting)
 
 
 @pytest.mark.parametrize(
