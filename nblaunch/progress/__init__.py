@@ -10,8 +10,7 @@ planned_epochs.py  how many epochs the user's ``for`` loops will run
 plain_loops.py     training loops without nblaunch's Accelerator, observed by hooks on torch
 loss_graphs.py     reads the graph of a loss: its last division, a parameter that shows steps without torch's optimizers
 batches.py         sizes and digests of batches
-same_samples.py    warns if all ranks train on the same samples, although they exchange gradients
-repeated_training.py  warns if all ranks train the same
+same_samples.py    warns if all ranks train on the same samples or repeat the same training
 frameworks.py      counts of epochs and steps from transformers, Lightning and fastai
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.

@@ -36,8 +36,7 @@ from nblaunch.events import Note, WorkerState
 from nblaunch.progress import batches
 from nblaunch.progress.loss_graphs import OwnUpdates, divisor_of
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
-from nblaunch.progress.repeated_training import FirstLosses
-from nblaunch.progress.same_samples import SameSamples
+from nblaunch.progress.same_samples import FirstLosses, SameSamples
 from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import SpanKind, start_of
 

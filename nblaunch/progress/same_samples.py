@@ -5,13 +5,18 @@ therefore compare what they read and compute in the first backward passes:
 
     batches, gradients before their exchange    equal on all ranks: a warning
     samples in the batches                      several are equal, in a different order: a hint
+    losses, if no process group connects ranks  equal on all ranks: a warning
 
 Batches alone are not enough, because ranks may read the same batch and use different parts of it. A loop that
 repeats a batch on purpose, such as a test that overfits, is not reported.
+
+A library's own ``fit`` uses the ranks of a launch only if it is asked to. Otherwise each rank trains a complete model
+on all samples, without a process group. This raises no error and takes as long as training in one process.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from typing import Any
@@ -26,11 +31,15 @@ CHECK = "same_samples"
 
 HINT = "samples_in_other_orders"
 
+REPEATED = "repeated_training"
+"""Name of the check of losses."""
+
 _NUM_STEPS = 5
 """Number of consecutive steps whose batches and gradients are compared."""
 
 _MAX_PASSES = 64
 _MAX_ROWS = 32  # of a batch
+_NUM_LOSSES = 10
 
 
 class SameSamples:
@@ -170,3 +179,45 @@ def _advice(iterator: Any) -> str:
     if isinstance(getattr(getattr(iterator, "_index_sampler", None), "sampler", None), DistributedSampler):
         return "Create DistributedSampler(dataset) after init_process_group(), without num_replicas and rank"
     return _ADVICE
+
+
+class FirstLosses:
+    """The first losses of this rank, which the launcher compares across ranks that no process group connects.
+
+    Args:
+        here: the context of this process.
+    """
+
+    def __init__(self, here: ProcessContext) -> None:
+        is_off = here.topology.world_size == 1 or env.is_check_off(REPEATED)
+        self._losses: list[str] | None = None if is_off else []
+        self._here = here
+
+    def add(self, loss: Any) -> None:
+        """Add the loss of a backward pass, a single-element tensor."""
+        if self._losses is None:
+            return
+        if _has_group():
+            self._losses = None
+            return
+        self._losses.append(float(loss).hex())
+        if len(self._losses) < _NUM_LOSSES:
+            return
+        losses, self._losses = self._losses, None
+        if len(set(losses)) > 1:
+            self._here.observe(
+                REPEATED,
+                f"every rank repeats the same training: the first {len(losses)} losses are equal on all ranks, and "
+                "no process group connects the ranks",
+                "Divide the samples among the ranks, with accelerator.prepare(), DistributedDataParallel or an option "
+                "of the library, such as strategy='ddp' of Lightning; or launch with num_processes=1",
+                innermost_user_frame(),
+                value=tuple(losses),
+                judged_by="distinct",
+            )
+
+
+def _has_group() -> bool:
+    """Return whether this process communicates with other ranks through torch."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return c10d is not None and c10d.is_initialized() and c10d.get_world_size() > 1
