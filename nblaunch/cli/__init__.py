@@ -16,7 +16,6 @@ advice, and exits with code 2.
     selfcheck.py         ``nblaunch test``
       selfcheck_jobs.py  the checks of ``test``; each is a launch
     estimate.py          ``nblaunch estimate-memory``
-      memory_needs.py    the arithmetic of the estimate
     merge.py             ``nblaunch merge-weights``
     environment.py       ``nblaunch env``
     completion.py        ``nblaunch completion``

@@ -1,32 +1,210 @@
 """``nblaunch estimate-memory``: estimates the memory that a model needs on each device, by strategy.
 
 Nothing is launched. The user passes the number of parameters, or the command counts them on the meta device, which
-allocates no weights. ``memory_needs.py`` has the arithmetic and its sources.
+allocates no weights. The estimate is bytes per parameter times parameters per device.
+
+The table shows the bytes that a training step needs on each device. Ψ is the number of parameters, Ψt the number of
+trained parameters, N the number of devices, and k the number of optimizer states per trained parameter (2 for Adam).
+``p`` is the size of a stored weight and ``g`` the size of a gradient, in bytes.
+
+    strategy   parameters  gradients  optimizer     buffers                                precision
+    single     pΨ          gΨt        4kΨt          -                                      p = g = 4, even in autocast
+    ddp        pΨ          gΨt        4kΨt          gΨt  (buckets of the all-reduce)       p = g = 4
+    fsdp2      pΨ/N        gΨt/N      4kΨt/N        c(root + 2 blocks) + g block, c: 4|2   p = g = 4
+    zero1      pΨ          gΨt        (4k+4)Ψt/N    g min(Ψt, 5e8)                         p = g = 2 (fp32: 4)
+    zero2      pΨ          gΨt/N      (4k+4)Ψt/N    g min(Ψt, 5e8)                         p = g = 2 (fp32: 4)
+    zero3      pΨ/N        gΨt/N      (4k+4)Ψt/N    p min(Ψ, 1e9) + g min(Ψt, 5e8)         p = g = 2 (fp32: 4)
+    xla        pΨ          gΨt        pkΨt          -                                      bf16: p = g = 2 (fp32: 4)
+
+Autocast frees its 16-bit copies of weights before gradients are allocated, so they do not add to the peak. On GPUs the
+default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the Python
+process and the device's runtime are not counted, because they depend on the batch, the code and the driver.
+
+Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
+and figure 1, for the three stages; DeepSpeed's configuration reference for the sizes of its buffers
+(``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's documentation for
+DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, and is not the default),
+``fully_shard`` (gathers the root, the unit that computes, and the next unit) and ``torch.optim.Adam`` (``foreach``
+needs about as much memory as the parameters). ``tests/cli/test_estimate.py`` (single, ddp, fsdp2) and
+``tests/xla/test_estimate.py`` compare the estimates with real training on CPU cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import formatting
 from nblaunch.cli import UsageError, named_value
-from nblaunch.cli import memory_needs as needs
-from nblaunch.cli.memory_needs import ModelSize
 from nblaunch.packages import is_installed
 
 if TYPE_CHECKING:
     from torch import nn
 
+# --- bytes per device ------------------------------------------------------------------------------------------------
+
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
+PRECISIONS = ("no", "bf16", "fp16")
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+
+_FP32 = 4
+_HALF = 2
+_REDUCE_BUCKET = 500_000_000
+_MAX_LIVE = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of a model, counted in elements.
+
+    Args:
+        parameters: number of parameters; shared ones count once.
+        trainable: parameters with gradients.
+        buffers: elements of buffers such as running means.
+        block: parameters of the largest block; a sharded model gathers one block at a time.
+        root: parameters outside all blocks, such as embeddings.
+    """
+
+    parameters: int
+    trainable: int
+    buffers: int = 0
+    block: int = 0
+    root: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one device, by purpose."""
+
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    @property
+    def device(self) -> int:
+        """All bytes on one device."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Devices and settings of a job.
+
+    Args:
+        num_devices: number of devices of the whole job.
+        precision: ``mixed_precision`` of training.
+        optimizer_states: values per parameter that the optimizer keeps.
+        device: ``"gpu"``, ``"cpu"`` (devices are cores) or ``"tpu"``.
+    """
+
+    num_devices: int = 1
+    precision: str = "no"
+    optimizer_states: int = 2
+    device: str = "gpu"
+
+
+def _single(model: ModelSize, settings: JobSettings) -> Need:
+    return Need(
+        parameters=_FP32 * (model.parameters + model.buffers),
+        gradients=_FP32 * model.trainable,
+        optimizer=_FP32 * settings.optimizer_states * model.trainable,
+        buffers=_foreach(model, settings),
+    )
+
+
+def _ddp(model: ModelSize, settings: JobSettings) -> Need:
+    alone = _single(model, settings)
+    return Need(alone.parameters, alone.gradients, alone.optimizer, alone.buffers + _FP32 * model.trainable)
+
+
+def _fsdp2(model: ModelSize, settings: JobSettings) -> Need:
+    count = settings.num_devices
+    compute = _FP32 if settings.precision == "no" else _HALF
+    whole = compute * (model.root + 2 * model.block) + _FP32 * model.block
+    return Need(
+        parameters=_share(_FP32 * model.parameters, count) + _FP32 * model.buffers,
+        gradients=_share(_FP32 * model.trainable, count),
+        optimizer=_share(_FP32 * settings.optimizer_states * model.trainable, count),
+        buffers=_share(_foreach(model, settings), count) + (whole if count > 1 else 0),
+    )
+
+
+def _zero(stage: int) -> Callable[[ModelSize, JobSettings], Need]:
+    def need(model: ModelSize, settings: JobSettings) -> Need:
+        count = settings.num_devices
+        stored = _FP32 if settings.precision == "no" else _HALF
+        live = stored * min(model.parameters, _MAX_LIVE) if stage == 3 and count > 1 else 0
+        return Need(
+            parameters=_share(stored * model.parameters, count if stage == 3 else 1) + stored * model.buffers,
+            gradients=_share(stored * model.trainable, count if stage >= 2 else 1),
+            # The optimizer also keeps fp32 weights; the 16-bit weights are copies of them.
+            optimizer=_share(_FP32 * (settings.optimizer_states + 1) * model.trainable, count),
+            buffers=live + stored * min(model.trainable, _REDUCE_BUCKET),
+        )
+
+    return need
+
+
+def _xla(model: ModelSize, settings: JobSettings) -> Need:
+    stored = _FP32 if settings.precision == "no" else _HALF
+    return Need(
+        parameters=stored * (model.parameters + model.buffers),
+        gradients=stored * model.trainable,
+        optimizer=stored * settings.optimizer_states * model.trainable,
+    )
+
+
+TRAINING: dict[str, Callable[[ModelSize, JobSettings], Need]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "xla": _xla,
+}
+"""Strategy -> memory of a training step on each device."""
+
+SHARDED = ("fsdp2", "zero3")
+"""Strategies that shard the weights."""
+
+
+def training_need(strategy: str, model: ModelSize, settings: JobSettings) -> Need:
+    """Return how much memory training needs on each device."""
+    return TRAINING[strategy](model, settings)
+
+
+def inference_need(strategy: str, model: ModelSize, settings: JobSettings, dtype: str) -> Need:
+    """Return how much memory the weights need for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
+    width = DTYPE_BYTES[dtype]
+    weights = int(width * (model.parameters + model.buffers))
+    if strategy in SHARDED and settings.num_devices > 1:
+        whole = int(width * (model.root + 2 * model.block))
+        return Need(parameters=_share(weights, settings.num_devices), buffers=whole)
+    return Need(parameters=weights)
+
+
+def _foreach(model: ModelSize, settings: JobSettings) -> int:
+    has_temporaries = settings.device == "gpu" and settings.optimizer_states > 0
+    return _FP32 * model.trainable if has_temporaries else 0
+
+
+def _share(num_bytes: int, count: int) -> int:
+    """Return the size in bytes of one of ``count`` shards, rounded up for padding."""
+    return -(-num_bytes // count)
+
+
+# --- the size of the model -------------------------------------------------------------------------------------------
 
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
@@ -58,7 +236,7 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
         raise UsageError(
             f"--trainable {arguments.trainable} is more than the model's {size.parameters:,} parameters"
         )
-    return dataclasses.replace(size, trainable=trainable)
+    return replace(size, trainable=trainable)
 
 
 def parse_count(option: str, text: str) -> int:
@@ -168,6 +346,9 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     return getattr(transformers, kind).from_config(config, trust_remote_code=trusts)
 
 
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
@@ -209,20 +390,18 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="kind of device; default: gpu; with cpu, a device is a core",
     )
     parser.add_argument(
-        "--mixed_precision", "--mixed-precision", nargs="+", choices=needs.PRECISIONS, default=["no", "bf16"],
+        "--mixed_precision", "--mixed-precision", nargs="+", choices=PRECISIONS, default=["no", "bf16"],
         help="mixed precisions to train with; default: no and bf16",
     )  # fmt: skip
     parser.add_argument(
-        "--dtypes", nargs="+", choices=list(needs.DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
+        "--dtypes", nargs="+", choices=list(DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
         help="data types of weights in inference; default: float32 bfloat16 int8 int4",
     )  # fmt: skip
     parser.add_argument(
-        "--strategies", nargs="+", choices=list(needs.TRAINING), default=list(needs.TRAINING), metavar="STRATEGY",
-        help=f"strategies among {', '.join(needs.TRAINING)}; default: all",
+        "--strategies", nargs="+", choices=list(TRAINING), default=list(TRAINING), metavar="STRATEGY",
+        help=f"strategies among {', '.join(TRAINING)}; default: all",
     )  # fmt: skip
-    parser.add_argument(
-        "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
-    )
+    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="adam", help="default: adam")
     parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")
 
 
@@ -231,48 +410,48 @@ def run(arguments: argparse.Namespace) -> int:
     model = model_size(arguments)
     if arguments.num_devices < 1:
         raise UsageError(f"--num_devices {arguments.num_devices} must be at least 1")
-    settings = needs.JobSettings(
+    settings = JobSettings(
         num_devices=arguments.num_devices,
-        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
+        optimizer_states=OPTIMIZER_STATES[arguments.optimizer],
         device=arguments.device,
     )
     rows = [*_training_rows(arguments, model, settings), *_inference_rows(arguments, model, settings)]
     if arguments.json:
-        print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
+        print(json.dumps({"model": asdict(model), "rows": rows}, indent=2))
     else:
         print(_render(model, settings, arguments.optimizer, rows))
     return 0
 
 
 def _training_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
+    arguments: argparse.Namespace, model: ModelSize, settings: JobSettings
 ) -> list[dict[str, Any]]:
     rows = []
     for precision in arguments.mixed_precision:
-        chosen = dataclasses.replace(settings, precision=precision)
+        chosen = replace(settings, precision=precision)
         for strategy in arguments.strategies:
             if strategy == "xla" and precision == "fp16":
                 continue  # not supported by XLA devices
-            rows.append(_row("training", precision, strategy, needs.training_need(strategy, model, chosen)))
+            rows.append(_row("training", precision, strategy, training_need(strategy, model, chosen)))
     return rows
 
 
 def _inference_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
+    arguments: argparse.Namespace, model: ModelSize, settings: JobSettings
 ) -> list[dict[str, Any]]:
     """Return rows for inference; strategies with full copies of the weights need the same memory and share a row."""
-    whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
-    sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
+    whole = [name for name in arguments.strategies if name not in SHARDED][:1]
+    sharded = [name for name in arguments.strategies if name in SHARDED][:1]
     return [
-        _row("inference", dtype, label, needs.inference_need(strategy, model, settings, dtype))
+        _row("inference", dtype, label, inference_need(strategy, model, settings, dtype))
         for dtype in arguments.dtypes
         for label, names in (("whole copies", whole), ("sharded", sharded))
         for strategy in names
     ]
 
 
-def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[str, Any]:
-    parts = {f"{name}_bytes": value for name, value in dataclasses.asdict(need).items()}
+def _row(purpose: str, precision: str, strategy: str, need: Need) -> dict[str, Any]:
+    parts = {f"{name}_bytes": value for name, value in asdict(need).items()}
     return {
         "purpose": purpose, "precision": precision, "strategy": strategy, **parts, "device_bytes": need.device
     }  # fmt: skip
@@ -290,9 +469,7 @@ _MEANINGS = {
 """Column -> what it counts, as shown below the table."""
 
 
-def _render(
-    model: needs.ModelSize, settings: needs.JobSettings, optimizer: str, rows: Sequence[dict[str, Any]]
-) -> str:
+def _render(model: ModelSize, settings: JobSettings, optimizer: str, rows: Sequence[dict[str, Any]]) -> str:
     trained = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
     largest = f", largest block {model.block:,}" if model.block else ""
     lines = [

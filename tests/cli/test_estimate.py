@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nblaunch import cli
-from nblaunch.cli import estimate, memory_needs
-from nblaunch.cli.memory_needs import JobSettings, ModelSize, training_need
+from nblaunch.cli import estimate
+from nblaunch.cli.estimate import JobSettings, ModelSize, training_need
 from tests.cli import measured_training
 
 MODELS = """
@@ -73,9 +73,7 @@ def test_estimate_agrees_with_measured_training() -> None:
     assert [tuple(one["case"]) for one in measured] == list(measured_training.CASES)
     for one in measured:
         num_processes, precision, strategy, optimizer = one["case"]
-        setting = JobSettings(
-            num_processes, precision, memory_needs.OPTIMIZER_STATES[optimizer], device="cpu"
-        )
+        setting = JobSettings(num_processes, precision, estimate.OPTIMIZER_STATES[optimizer], device="cpu")
         need = training_need(strategy, size, setting)
         # Gathered blocks are part of the peak for a moment only. A measurement may come before the last block is freed,
         # or after it.

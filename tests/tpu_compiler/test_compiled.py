@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.cli.memory_needs import JobSettings, ModelSize, training_need
+from nblaunch.cli.estimate import JobSettings, ModelSize, training_need
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.cli.memory_needs import JobSettings, ModelSize, training_need
+from nblaunch.cli.estimate import JobSettings, ModelSize, training_need
 from tests.cli.measured_training import NUM_PARAMETERS
 from tests.xla.conftest import StartKernel
 
