@@ -76,10 +76,7 @@ class Descendants:
         # a tag.)
         if new_pids is not None and len(new_pids) <= _FEW and not any(map(self._is_tagged, new_pids)):
             return []
-        try:
-            pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        except OSError:  # no such folder on this system
-            return []
+        pids = proc.all_pids()
         new_pids = self._new_pids()  # read after the list, so that no listed process is newer
         return pids if new_pids is None else [pid for pid in pids if pid in new_pids]
 
@@ -97,9 +94,8 @@ class Descendants:
         """Kill a process unless it has ended and another has its id; return its name if it was running."""
         fd = _hold(pid)
         try:
-            name, _, rest = proc.read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")
-            state, _, group, *_ = rest.split() or ("X", "", "0")
-            if state in "ZX" or not self._is_tagged(pid):
+            process = proc.process(pid)
+            if process is None or process.state in "ZX" or not self._is_tagged(pid):
                 return []
             if fd is None:
                 os.kill(pid, signal.SIGKILL)
@@ -110,7 +106,7 @@ class Descendants:
         finally:
             if fd is not None:
                 os.close(fd)
-        return [] if int(group) in groups else [f"{name.partition('(')[2]} (pid {pid})"]
+        return [] if process.group in groups else [f"{process.name} (pid {pid})"]
 
 
 def _hold(pid: int) -> int | None:

@@ -8,17 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from nblaunch.host import exhaustion
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
-_PARENT = 1
-_START = 19
-_POSIX_SESSION = 3  # its position among the fields after the command's name
 _STEAL = 8  # index in the first line of /proc/stat
-_PROCESSOR = 36  # field of /proc/PID/stat after the name; see proc_pid_stat(5)
+_NUM_FIELDS = 37  # of /proc/PID/stat after the name, up to the last one that is read
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
@@ -58,32 +56,81 @@ def open_files(folder: Path) -> list[str]:
     return targets
 
 
+class Process(NamedTuple):
+    """A process, or one of its threads. Source: proc_pid_stat(5).
+
+    Args:
+        pid: process id.
+        name: name of its program.
+        state: one letter, such as ``R``; ``Z`` and ``X``: it has ended.
+        parent: process that it is a child of.
+        group: its process group.
+        posix_session: leader of its POSIX session.
+        cpu_s: processor time since its start.
+        started: clock ticks from the start of the machine to its start.
+        processor: processor that it last ran on.
+    """
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    group: int
+    posix_session: int
+    cpu_s: float
+    started: int
+    processor: int
+
+
+def process(pid: int) -> Process | None:
+    """Return a process; None if it has ended, or if the system has no ``/proc``."""
+    return _parsed(pid, _read(pid, "stat"))
+
+
+def _parsed(pid: int, stat: str) -> Process | None:
+    head, _, rest = stat.rpartition(")")
+    fields = rest.split()
+    if not fields:
+        return None
+    fields += ["0"] * (_NUM_FIELDS - len(fields))
+    return Process(
+        pid,
+        name=head.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        posix_session=int(fields[3]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND,
+        started=int(fields[19]),
+        processor=int(fields[36]),
+    )
+
+
+def processes() -> dict[int, Process]:
+    """Return all visible processes by pid. Reads one file per process."""
+    return {pid: found for pid in all_pids() if (found := process(pid)) is not None}
+
+
 def main_thread_cpu_seconds(pid: int) -> float | None:
-    """Return the processor time of a process's first thread. Source: proc_pid_stat(5), utime and stime."""
-    return _cpu_seconds(_stat_fields(pid, str(pid)))
+    """Return the processor time of a process's first thread."""
+    thread = _parsed(pid, _read(pid, f"task/{pid}/stat"))
+    return None if thread is None else thread.cpu_s
 
 
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor time of each POSIX session, keyed by the session's leader. Reads one file per process."""
+    """Return the processor time of each POSIX session, keyed by the session's leader."""
     seconds = dict.fromkeys(pids, 0.0)
-    for pid in all_pids():
-        fields = _stat_fields(pid)
-        if len(fields) > _POSIX_SESSION and (leader := int(fields[_POSIX_SESSION])) in seconds:
-            seconds[leader] += _cpu_seconds(fields) or 0.0
+    for found in processes().values():
+        if found.posix_session in seconds:
+            seconds[found.posix_session] += found.cpu_s
     return seconds
 
 
-def _cpu_seconds(fields: list[str]) -> float | None:
-    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else None
-
-
 def descendants(pid: int) -> set[int]:
-    """Return the children of a process, their children, and so on. Source: proc_pid_stat(5), ppid."""
+    """Return the children of a process, their children, and so on."""
     children: dict[int, list[int]] = {}
-    for other in all_pids():
-        fields = _stat_fields(other)
-        if len(fields) > _PARENT:
-            children.setdefault(int(fields[_PARENT]), []).append(other)
+    for found in processes().values():
+        children.setdefault(found.parent, []).append(found.pid)
     seen: set[int] = set()
     pending = [pid]
     while pending:
@@ -99,15 +146,12 @@ def all_pids() -> list[int]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine started; 0 if it has ended, or if unknown.
-
-    Source: proc_pid_stat(5), starttime. A zombie has ended.
-    """
-    return _start_ticks(_stat_fields(pid))
+    """Return when a process started, in clock ticks since the machine started; 0 if it has ended, or if unknown."""
+    return _started(process(pid))
 
 
-def _start_ticks(fields: list[str]) -> int:
-    return int(fields[_START]) if len(fields) > _START and fields[0] not in "ZX" else 0
+def _started(found: Process | None) -> int:
+    return 0 if found is None or found.state in "ZX" else found.started
 
 
 def is_running(pid: int, started: int) -> bool:
@@ -120,7 +164,7 @@ def is_running(pid: int, started: int) -> bool:
             stat = _contents(f"/proc/{pid}/stat")
         except OSError as error:
             return exhaustion.is_exhausted(error)
-        return _start_ticks(_fields(stat.decode(errors="replace"))) == started
+        return _started(_parsed(pid, stat.decode(errors="replace"))) == started
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -150,8 +194,8 @@ def own_bytes(pid: int) -> int | None:
 
 def unusual_state(pid: int) -> str | None:
     """Return the reason why a process can't respond to a signal; None if it can."""
-    fields = _stat_fields(pid)
-    return _STATES.get(fields[0]) if fields else None
+    found = process(pid)
+    return None if found is None else _STATES.get(found.state)
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -166,15 +210,6 @@ def caught_signals(pid: int) -> int:
         if name == "SigCgt":
             return int(mask, 16)
     return 0
-
-
-def _stat_fields(pid: int, thread: str = "") -> list[str]:
-    """Return the fields after the command's name, for the whole process or for one of its threads."""
-    return _fields(_read(pid, f"task/{thread}/stat" if thread else "stat"))
-
-
-def _fields(stat: str) -> list[str]:
-    return stat.rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> str:
@@ -218,25 +253,6 @@ class ThreadTimes:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class ProcessUse:
-    """A process on the machine.
-
-    Args:
-        pid: process id.
-        name: name of its program.
-        posix_session: leader of its POSIX session.
-        processor: processor that it last ran on.
-        cpu_s: processor time since its start.
-    """
-
-    pid: int
-    name: str
-    posix_session: int
-    processor: int
-    cpu_s: float
-
-
 def thread_times(pid: int) -> dict[int, ThreadTimes]:
     """Return the times of each thread; empty if the system does not report them. Source:
     Documentation/scheduler/sched-stats.
@@ -247,19 +263,6 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
         if len(fields) >= 2:
             times[int(name)] = ThreadTimes(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
     return times
-
-
-def processes() -> dict[int, ProcessUse]:
-    """Return all visible processes by pid. Reads one file per process."""
-    uses = {}
-    for pid in all_pids():
-        head, _, rest = _read(pid, "stat").rpartition(")")
-        fields = rest.split()
-        if len(fields) > _PROCESSOR:
-            cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
-            title = head.partition("(")[2]
-            uses[pid] = ProcessUse(pid, title, int(fields[_POSIX_SESSION]), int(fields[_PROCESSOR]), cpu_s)
-    return uses
 
 
 def allowed_processors(pid: int) -> set[int]:

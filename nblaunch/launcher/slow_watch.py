@@ -27,7 +27,7 @@ from nblaunch.diagnosis.slow_steps import (
 )
 from nblaunch.events import DeviceUse, Event, Note
 from nblaunch.host import proc
-from nblaunch.host.proc import ProcessUse, ThreadTimes
+from nblaunch.host.proc import Process, ThreadTimes
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.spans import Span, unpack
 
@@ -142,7 +142,7 @@ class _Readings:
     def __init__(self) -> None:
         self._read_s = 0.0
         self._threads: dict[int, dict[int, ThreadTimes]] = {}
-        self._processes: dict[int, ProcessUse] = {}
+        self._processes: dict[int, Process] = {}
         self._stolen_s = self._throttled_s = 0.0
 
     def read(self, pids: Mapping[int, int], now_s: float) -> tuple[dict[int, Processors], Machine]:
