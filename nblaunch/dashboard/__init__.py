@@ -16,8 +16,7 @@ html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: a cell output, updated in place, with live widgets or a table
-  widget_panel.py      the widgets: headline, buttons, rows, charts
-  widget_logs.py       the last lines of ranks, in tabs
+  widget_panel.py      the widgets: headline, buttons, rows, charts, the last lines of ranks
   widget_throttle.py   updates within a budget
 lines.py           output of workers in the cell or terminal, labelled, merged, folded and shortened; the last lines
 
