@@ -108,7 +108,7 @@ def _parsed(pid: int, stat: str) -> Process | None:
 
 def processes() -> dict[int, Process]:
     """Return all visible processes by pid. Reads one file per process."""
-    return {pid: found for pid in all_pids() if (found := process(pid)) is not None}
+    return {pid: entry for pid in all_pids() if (entry := process(pid)) is not None}
 
 
 def main_thread_cpu_seconds(pid: int) -> float | None:
@@ -120,17 +120,17 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
     """Return the processor time of each POSIX session, keyed by the session's leader."""
     seconds = dict.fromkeys(pids, 0.0)
-    for found in processes().values():
-        if found.posix_session in seconds:
-            seconds[found.posix_session] += found.cpu_s
+    for entry in processes().values():
+        if entry.posix_session in seconds:
+            seconds[entry.posix_session] += entry.cpu_s
     return seconds
 
 
 def descendants(pid: int) -> set[int]:
     """Return the children of a process, their children, and so on."""
     children: dict[int, list[int]] = {}
-    for found in processes().values():
-        children.setdefault(found.parent, []).append(found.pid)
+    for entry in processes().values():
+        children.setdefault(entry.parent, []).append(entry.pid)
     seen: set[int] = set()
     pending = [pid]
     while pending:
@@ -150,8 +150,8 @@ def start_ticks(pid: int) -> int:
     return _started(process(pid))
 
 
-def _started(found: Process | None) -> int:
-    return 0 if found is None or found.state in "ZX" else found.started
+def _started(entry: Process | None) -> int:
+    return 0 if entry is None or entry.state in "ZX" else entry.started
 
 
 def is_running(pid: int, started: int) -> bool:
@@ -194,8 +194,8 @@ def own_bytes(pid: int) -> int | None:
 
 def unusual_state(pid: int) -> str | None:
     """Return the reason why a process can't respond to a signal; None if it can."""
-    found = process(pid)
-    return None if found is None else _STATES.get(found.state)
+    entry = process(pid)
+    return None if entry is None else _STATES.get(entry.state)
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -240,13 +240,13 @@ class HangWatch:
         if not waiting:
             return None
         self._waits |= waiting
-        found = {kind for kind, _ in waiting.values()}
-        for_s = int(min(kind.value for kind in found))
+        new_kinds = {kind for kind, _ in waiting.values()}
+        for_s = int(min(kind.value for kind in new_kinds))
         for rank, (_, at) in waiting.items():
             self._emit(Stalled(rank, where=at.place, for_s=for_s))
         lines, explanation = self._describe(positions, done)
         self._report(f"no progress for {for_s} s:", _with_headline(lines, explanation))
-        return Hung(positions, lines, "", explanation) if WaitKind.THREAD in found else None
+        return Hung(positions, lines, "", explanation) if WaitKind.THREAD in new_kinds else None
 
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the requested stacks; return the hang if it is certain."""
