@@ -9,6 +9,7 @@ sent_changes.py   what fresh processes do once they have imported a module; sett
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 cell_assignments.py  attributes of modules that cells have changed, for the same workers; with
                   cell_text.py       reads from the text of a cell what the cell may have changed
+                  called_code.py     the functions and classes that a call reaches, and what they name and assign
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules, for the same workers
 lost_changes.py   names variables of the notebook that the function fills or assigns, and new modules in the notebook's

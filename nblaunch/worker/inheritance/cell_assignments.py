@@ -22,33 +22,32 @@ Plain values are sent (``plain_values.py``). A note names other values that a ce
 from __future__ import annotations
 
 import ast
-import dis
 import re
 import sys
 import threading
 import tokenize
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import is_user_module
-from nblaunch.worker.inheritance import cell_text, plain_values
+from nblaunch.user_code import is_user_module, names_in
+from nblaunch.worker.inheritance import called_code, cell_text, plain_values
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeable
 from nblaunch.worker.inheritance.sent_changes import SentChange
 
 MAX_BYTES = 1 << 20
 """Larger values are named instead, because every worker would load them, even if its function does not use them."""
 
-_MAX_VISITED = 2000
-_ASSIGNS = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")}
+_MAX_REACHED = 2000
+"""Maximum number of functions and classes that are followed."""
 _SETS = re.compile("set_|enable|disable")
 _SETTING = (bool, int, float, str, type(None))
+_METHODS = (property, FunctionType, staticmethod, classmethod)
 _SIMPLE = (int, float, complex, str, bytes, bool, type(None), tuple, list, dict, set, frozenset)
 
 OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
@@ -89,8 +88,8 @@ def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
     search = _Search()
     for cell in cells:
         search.follow_settings(cell)
-        if search.modules:
-            search.follow(cell)
+    if search.modules:
+        search.follow(cells)
     values, changed = search.found, search.changed
     for path, is_content in dict.fromkeys(each for cell in cells for each in cell.assigned):
         resolved = _resolve(path, is_content)
@@ -208,7 +207,6 @@ class _Search:
         }
         self.found: dict[Place, Any] = {}
         self.changed: set[Place] = set()
-        self._seen: set[int] = set()
         self._homes: dict[int, Place] = {}
         for name, module in self.modules.items():
             for attribute, value in list(vars(module).items()):
@@ -234,26 +232,26 @@ class _Search:
             module = _module_of(function)
             if module is None or module.__name__.partition(".")[0] in OF_PROCESS:
                 continue
-            for name in _stored(function.__code__).names & vars(module).keys():
+            for name in _assigned_by(function) & vars(module).keys():
                 if type(vars(module)[name]) in _SETTING:
-                    self._add(Place(module.__name__, "", name), vars(module)[name])
+                    self.found[Place(module.__name__, "", name)] = vars(module)[name]
 
-    def follow(self, cell: cell_text.CellText) -> None:
-        """Add what a cell may have changed in the user's modules."""
-        for path in cell.used:
-            for value in cell_text.values_on(path):
-                self._visit(value)
-        for path, is_content in cell.assigned:
-            base = cell_text.value_at(path if is_content else path[:-1])
-            if id(base) in self._homes:
-                self.changed.add(self._homes[id(base)])
-        for path in cell.for_effect:
-            function = cell_text.value_at(path)
-            if isinstance(function, FunctionType) and _is_user_function(function):
-                module = function.__globals__["__name__"]
-                self.changed.update(Place(module, "", name) for name in _stored(function.__code__).names)
-        for owners, strings in cell.named:
-            self._follow_strings(owners, strings)
+    def follow(self, cells: Iterable[cell_text.CellText]) -> None:
+        """Add what cells may have changed in the user's modules."""
+        paths = dict.fromkeys(path for cell in cells for path in cell.used)
+        self._follow_calls(value for path in paths for value in cell_text.values_on(path))
+        for cell in cells:
+            for path, is_content in cell.assigned:
+                base = cell_text.value_at(path if is_content else path[:-1])
+                if id(base) in self._homes:
+                    self.changed.add(self._homes[id(base)])
+            for path in cell.for_effect:
+                function = cell_text.value_at(path)
+                if isinstance(function, FunctionType) and _is_user_function(function):
+                    module = function.__globals__["__name__"]
+                    self.changed.update(Place(module, "", name) for name in _assigned_by(function))
+            for owners, strings in cell.named:
+                self._follow_strings(owners, strings)
 
     def _follow_strings(self, owners: Iterable[cell_text.Path], strings: Iterable[str]) -> None:
         """Add all constants of each module that is an argument, unless a string names one of its attributes."""
@@ -265,7 +263,7 @@ class _Search:
                 continue  # an assignment
             for name in _constants(module.__file__ or ""):
                 if name in vars(module):
-                    self._add(Place(module.__name__, "", name), vars(module)[name])
+                    self.found[Place(module.__name__, "", name)] = vars(module)[name]
 
     def _follow_names(self, names: Iterable[str]) -> None:
         """Add attributes whose full names are strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
@@ -275,68 +273,49 @@ class _Search:
             if not isinstance(module, ModuleType) or attribute not in vars(module) or name == "__main__":
                 continue
             if name.partition(".")[0] not in OF_PROCESS:
-                self._add(Place(name, "", attribute), vars(module)[attribute])
+                self.found[Place(name, "", attribute)] = vars(module)[attribute]
                 self.changed.add(Place(name, "", attribute))
 
-    def _add(self, place: Place, value: Any) -> None:
-        self.found[place] = value
+    def _follow_calls(self, values: Iterable[Any]) -> None:
+        """Add what the code that calls with these values may reach may have changed."""
+        values = list(values)
+        self._add_objects(values)
+        for reached in called_code.reached_by(values, _MAX_REACHED):
+            if isinstance(reached, type):
+                self._add_attributes(reached)
+            elif _is_user_function(reached):
+                self._add_variables(reached)
 
-    def _visit(self, value: Any) -> None:
-        if id(value) in self._seen or len(self._seen) > _MAX_VISITED or not has_own_class(value):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-            self._visit(getattr(value, "__self__", None))
-            self._visit(value.__func__)
-        elif isinstance(value, FunctionType):
-            self._visit_function(value)
-        elif isinstance(value, type):
-            for kind in value.__mro__:
-                self._visit_class(kind)
-        elif not isinstance(value, ModuleType):
-            if id(value) in self._homes:
-                self._add(self._homes[id(value)], value)
-            self._visit(type(value))
+    def _add_objects(self, values: Iterable[Any]) -> None:
+        """Add the values that a module has created, and the objects whose methods are values."""
+        for value in values:
+            for each in (value, value.__self__ if type(value) is MethodType else None):
+                if id(each) in self._homes:
+                    self.found[self._homes[id(each)]] = each
 
-    def _visit_class(self, kind: type) -> None:
-        module = self.modules.get(kind.__module__)
-        if module is None or issubclass(kind, Enum) or "<locals>" in kind.__qualname__:
+    def _add_attributes(self, kind: type) -> None:
+        if kind.__module__ not in self.modules or issubclass(kind, Enum) or "<locals>" in kind.__qualname__:
             return
         for name, value in list(vars(kind).items()):
-            if not has_own_class(value):
+            if name.startswith("__") or issubclass(type(value), _METHODS) or not has_own_class(value):
                 continue
-            if isinstance(value, property):
-                self._visit(value.fget)
-            elif isinstance(value, (FunctionType, staticmethod, classmethod)):
-                self._visit(value)
-            elif not name.startswith("__") and (isinstance(value, _SIMPLE) or is_changeable(value)):
-                self._add(Place(kind.__module__, kind.__qualname__, name), value)
+            if isinstance(value, _SIMPLE) or is_changeable(value):
+                self.found[Place(kind.__module__, kind.__qualname__, name)] = value
 
-    def _visit_function(self, function: FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it has no value yet
-                self._visit(cell.cell_contents)
-        self._visit(getattr(function, "__wrapped__", None))
-        if not _is_user_function(function):
-            return
+    def _add_variables(self, function: FunctionType) -> None:
+        """Add the global variables that a function assigns, and the objects among those that it names."""
         module = self.modules[function.__globals__["__name__"]]
-        stored = _stored(function.__code__)
-        for name in stored.read:
-            value = vars(module).get(name)
-            if not has_own_class(value):
-                continue
-            if isinstance(value, ModuleType):
-                if value.__name__ in self.modules:
-                    for attribute in stored.read & vars(value).keys():
-                        self._visit_member(value, attribute, attribute in stored.attributes)
-            elif name in vars(module):
-                self._visit_member(module, name, name in stored.names)
-
-    def _visit_member(self, module: ModuleType, name: str, is_stored: bool) -> None:
-        value = vars(module)[name]
-        if is_stored:
-            self._add(Place(module.__name__, "", name), value)
-        self._visit(value)
+        names, assigned = set(names_in(function.__code__)), called_code.assignments_in(function.__code__)
+        named = {Place(module.__name__, "", name): vars(module)[name] for name in names & vars(module).keys()}
+        for value in list(named.values()):
+            if has_own_class(value) and isinstance(value, ModuleType) and value.__name__ in self.modules:
+                for name in names & vars(value).keys():
+                    named[Place(value.__name__, "", name)] = vars(value)[name]
+        self._add_objects(named.values())
+        for place, value in named.items():
+            is_own = place.module == module.__name__
+            if (("STORE_GLOBAL" if is_own else "STORE_ATTR"), place.name) in assigned:
+                self.found[place] = value
 
 
 def _constants(file: str) -> Iterator[str]:
@@ -353,41 +332,10 @@ def _constants(file: str) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-class _Stored(NamedTuple):
-    """Names in a function's code, including nested functions.
-
-    Args:
-        names: global variables that it assigns.
-        attributes: attributes that it assigns.
-        read: all global variables and attributes that it names.
-    """
-
-    names: frozenset[str]
-    attributes: frozenset[str]
-    read: frozenset[str]
-
-
-@lru_cache(maxsize=4096)
-def _stored(code: CodeType) -> _Stored:
-    codes = list(_codes(code))
-    instructions = [
-        (instruction.opname, instruction.argval)
-        for each in codes
-        if not _ASSIGNS.isdisjoint(each.co_code[::2])
-        for instruction in dis.get_instructions(each)
-    ]
-    return _Stored(
-        frozenset(name for operation, name in instructions if operation in ("STORE_GLOBAL", "DELETE_GLOBAL")),
-        frozenset(name for operation, name in instructions if operation == "STORE_ATTR"),
-        frozenset(name for each in codes for name in each.co_names),
-    )
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _assigned_by(function: FunctionType) -> set[str]:
+    """Return the names of the global variables that a function assigns or deletes."""
+    stored = called_code.assignments_in(function.__code__)
+    return {name for operation, name in stored if operation in ("STORE_GLOBAL", "DELETE_GLOBAL")}
 
 
 def _module_of(function: FunctionType) -> ModuleType | None:

@@ -38,7 +38,7 @@ from nblaunch.wire.argument_paths import (
     path_name,
 )
 from nblaunch.worker.delivery import replacements
-from nblaunch.worker.inheritance import result_variables
+from nblaunch.worker.inheritance import called_code, result_variables
 from nblaunch.worker.inheritance.watched_values import Variable
 
 _MAX_RETURNED = 20_000
@@ -95,14 +95,15 @@ class Changes:
         in_args = {id(each) for each in optimizers_in(args).values()}
         self._optimizers = list(_optimizers(optimizers_in(args))) if advice else []
         values = [(f"args[{position}]", value) for position, value in enumerate(args)]
-        functions = [] if function is None else list(result_variables.functions([function, *args]))
+        definitions = [] if function is None else called_code.reached_by([function, *args])
+        functions = [each for each in definitions if isinstance(each, FunctionType)]
         values += [] if function is None else list(used_by(function))
-        values += [each for reached in functions for each in result_variables.variables(reached)]
+        values += [each for reached in functions for each in called_code.variables(reached)]
         self._finder = finder = result_variables.Finder(is_forked, collected.values())
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         for reached in functions:
             self._variables += result_variables.assigned(reached)
-            self._variables += finder.of_modules(result_variables.modules(reached))
+            self._variables += finder.of_modules(called_code.modules(reached))
         outside = {name: each for name, each in finder.optimizers.items() if id(each) not in in_args}
         self._optimizers_outside = list(_optimizers(outside))
         self._modules = finder.modules
