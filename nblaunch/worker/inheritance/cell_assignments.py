@@ -162,14 +162,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     because the cell may assign it in a function that has not run. Properties of a module, such as torch's flags, are
     handled in ``settings.py``.
     """
-    root, *names, last = path
-    owner = vars(sys.modules["__main__"]).get(root)
-    for name in names:
-        if not has_own_class(owner):
-            return None
-        owner = vars(owner).get(name) if isinstance(owner, (ModuleType, type)) else None
-    if not has_own_class(owner):
-        return None
+    owner, last = cell_text.value_at(path[:-1]), path[-1]
     if isinstance(owner, type):
         module, qualified = sys.modules.get(owner.__module__), owner.__qualname__
         is_found = module is not None and _found(module, qualified) is owner
