@@ -10,17 +10,13 @@ Display: tqdm and rich write plain lines.
 A ``Trainer`` or ``TrainingArguments`` of transformers that a notebook cell created must adapt to the worker. Both
 store facts about their process: device, number of GPUs, batch size per process, an Accelerator. These attributes are
 recomputed when one of them is first used on an object that another process created.
-
-A ``SummaryWriter`` writes its events in a thread. A fork does not copy threads, so the worker starts a new one.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import socket
-import string
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -107,6 +103,10 @@ def show_plain_text() -> None:
     packages.observe_when_imported("tqdm.notebook", _undo_widgets)
     packages.observe_when_imported("rich.console", _be_a_printer)
     packages.observe_when_imported("rich.live", lambda live: _name_clock(live._RefreshThread, "rich"))
+    packages.observe_when_imported(
+        "tensorboard.summary.writer.event_file_writer",
+        lambda module: _name_clock(module._AsyncWriterThread, "tensorboard"),
+    )
 
 
 def _keep_to_one_line(std: Any) -> None:
@@ -165,20 +165,13 @@ _TRAINER_NAMES = (
 )
 
 
-_kernels_writers: list[Any] = []
-"""The kernel's writers, kept because freeing them may write to their files."""
-
-
 def renew_objects() -> None:
-    """Adapt ``Trainer``, ``TrainingArguments`` and event files to this worker, as soon as they are imported."""
+    """Adapt ``Trainer`` and ``TrainingArguments`` to this worker, as soon as they are imported."""
     worker = os.urandom(8).hex()
     packages.observe_when_imported(
         "transformers.training_args", lambda module: _watch_arguments(module, worker)
     )
     packages.observe_when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
-    packages.observe_when_imported(
-        "tensorboard.summary.writer.event_file_writer", lambda module: _watch_event_files(module, worker)
-    )
 
 
 def _watch_arguments(module: Any, worker: str) -> None:
@@ -200,22 +193,6 @@ def _watch_trainers(module: Any, worker: str) -> None:
 
     for name in _TRAINER_NAMES:
         setattr(module.Trainer, name, _Renewed(name, worker, renew, _TRAINER_NAMES))
-
-
-def _watch_event_files(module: Any, worker: str) -> None:
-    def renew(file: Any) -> None:
-        """Begin a new file next to the kernel's, with the same settings; a thread of this process writes it."""
-        writer = vars(file)["_async_writer"]
-        if writer._closed:
-            return
-        _kernels_writers.append(writer)
-        # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is the kernel's
-        suffix = file._file_name.partition(f".{os.getppid()}.")[2].lstrip(string.digits)
-        file.__init__(file._logdir, writer._byte_queue.maxsize, writer._worker._flush_secs, suffix)
-        atexit.register(file.close)  # the cell that created the writer closes only the kernel's file
-
-    module.EventFileWriter._async_writer = _Renewed("_async_writer", worker, renew, ("_async_writer",))
-    _name_clock(module._AsyncWriterThread, "tensorboard")
 
 
 class _Renewed:

@@ -26,8 +26,8 @@ files.py          files that the kernel has open, with positions.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 pools.py          recreates pools of the standard library and joblib, and restarts data loaders, when a worker uses them
 queues.py         waits until others have read the values that the function put into multiprocessing queues
-tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb and trackio; reports what Comet's and optuna's
-                  would lose
+tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb, trackio and TensorBoard; reports what Comet's
+                  and optuna's would lose
 threads_and_children.py  restarts log listeners, reports joins of threads that the fork left behind, and lets workers
                   query programs that the kernel has started
 library_threads.py  libraries with threads of their own, which fail in a fork: grpc, polars, TensorFlow

@@ -1,20 +1,22 @@
 """Runs of experiment trackers and studies that a cell has started, and what the function logs to them.
 
-wandb      reaches its run from any process, through the service that the kernel started
-MLflow     forgets the active run in a fork; a worker adopts the kernel's until the function starts another
-trackio    sends a worker's logs from a thread, which the worker must wait for before it exits
-Comet      sends from a thread of the kernel, so what a worker logs is lost, and a note says so
-Optuna     keeps a study without a storage in an object, of which each worker has a copy. A note says that the
-           study never gets what the function reports. Studies in files or databases are shared
+wandb        reaches its run from any process, through the service that the kernel started
+MLflow       forgets the active run in a fork; a worker adopts the kernel's until the function starts another
+trackio      sends a worker's logs from a thread, which the worker must wait for before it exits
+TensorBoard  writes from a thread of the kernel, so a worker begins a new file
+Comet        sends from a thread of the kernel, so what a worker logs is lost, and a note says so
+Optuna       keeps a study without a storage in an object, of which each worker has a copy. A note says that the study
+             never gets what the function reports. Studies in files or databases are shared
 
-``worker/libraries.py`` renews TensorBoard's writers. ClearML and Neptune detect a fork themselves, and
-SwanLab raises an error. Nothing here imports a tracker.
+ClearML and Neptune detect a fork themselves, and SwanLab raises an error. Nothing here imports a tracker.
 """
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import os
+import string
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -57,6 +59,9 @@ def watch(warn: Callable[[str], None]) -> None:
         ),
         "comet_ml.experiment": lambda module: packages.before_first_use(
             module.CometExperiment, ["_enqueue_message"], lambda _: warn(_LOST_BY_COMET)
+        ),
+        "tensorboard.summary.writer.event_file_writer": lambda module: packages.before_first_use(
+            module.EventFileWriter, ["add_event", "flush", "close"], _begin_event_file
         ),
         "optuna.storages._in_memory": lambda module: packages.before_first_use(
             module.InMemoryStorage, _STUDY_WRITES, lambda _: warn(_LOST_BY_STUDIES)
@@ -130,7 +135,7 @@ def _is_among(run: Any, runs: Sequence[Any]) -> bool:
     return any(run is each for each in runs)
 
 
-# --- trackio ---------------------------------------------------------------------------------------------------------
+# --- trackio and TensorBoard ------------------------------------------------------------------------------------------
 
 
 def _flush(run: Any) -> None:
@@ -139,3 +144,19 @@ def _flush(run: Any) -> None:
     thread = run._local_sender_thread if run._is_local else run._client_thread
     if thread is not None:
         thread.join(_FLUSH_TIMEOUT_S)
+
+
+_kernels_writers: list[Any] = []
+"""The kernel's writers, kept because freeing them may write to their files."""
+
+
+def _begin_event_file(file: Any) -> None:
+    """Begin a new file next to the kernel's, with the same settings; a thread of this process writes it."""
+    writer = file._async_writer
+    if writer._closed:
+        return
+    _kernels_writers.append(writer)
+    # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is the kernel's
+    suffix = file._file_name.partition(f".{os.getppid()}.")[2].lstrip(string.digits)
+    file.__init__(file._logdir, writer._byte_queue.maxsize, writer._worker._flush_secs, suffix)
+    atexit.register(file.close)  # the cell that created the writer closes only the kernel's file
