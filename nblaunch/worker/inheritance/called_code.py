@@ -75,18 +75,18 @@ def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
     Code of nested functions is included. A nested function names the variables of the outer one among its free
     variables.
     """
-    found: set[tuple[str, str]] = set()
+    assigned: set[tuple[str, str]] = set()
     if not _OPCODES.isdisjoint(code.co_code[::2]):
         for instruction in dis.get_instructions(code):
             name = instruction.argval
             if instruction.opname in _OPERATIONS[:-1] or (
                 instruction.opname == _OPERATIONS[-1] and name in code.co_freevars
             ):
-                found.add((instruction.opname, name))
+                assigned.add((instruction.opname, name))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= assignments_in(constant)
-    return frozenset(found)
+            assigned |= assignments_in(constant)
+    return frozenset(assigned)
 
 
 def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
