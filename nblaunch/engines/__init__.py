@@ -12,18 +12,14 @@ code as on one machine. (:mod:`nblaunch.nodes` is the other way to use several m
 In the launching process:
 
     runner.py            runs the job: starts the nodes, attempt after attempt
-      coordinator.py     watches one attempt on all nodes
+      coordinator.py     watches one attempt on all nodes; copies the ranks' logs
       link.py            the coordinator's view of a node; a query for the stacks of ranks on several nodes
-      log_copies.py      copies of the ranks' logs
     kept_nodes.py        Nodes: the machines that an engine keeps between launches
-    engine.py            the interface of an engine; one file each:
-      processes.py       processes on this machine
-      ssh.py             hosts over ssh
-      slurm.py           nodes of the Slurm allocation in which this process runs
+    engine.py            the interface of an engine
+      command_engines.py engines that start nodes with a command: processes here, hosts over ssh, nodes of Slurm
       ray.py             nodes of a Ray cluster
         ray_driver.py    the process that is connected to the cluster; its messages
         ray_actor.py     runs on each node and moves bytes
-      command_node.py    shared by engines that start the node program with a local command
 
 On each node:
 
@@ -46,9 +42,16 @@ import importlib
 
 from nblaunch.engines.engine import Engine
 
+_MODULES = {
+    "processes": "command_engines",
+    "ssh": "command_engines",
+    "slurm": "command_engines",
+    "ray": "ray",
+}
+
 
 def find(name: str) -> type[Engine]:
-    """Import and return an engine by its name in ``spec.py``: ``"ssh"`` is ``SshEngine`` in ``ssh.py``."""
-    module = importlib.import_module(f"nblaunch.engines.{name}")
+    """Import and return an engine by its name in ``spec.py``: ``"ssh"`` is ``SshEngine``."""
+    module = importlib.import_module(f"nblaunch.engines.{_MODULES[name]}")
     engine: type[Engine] = getattr(module, f"{name.title()}Engine")
     return engine

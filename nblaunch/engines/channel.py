@@ -48,8 +48,7 @@ class Channel:
     Args:
         reading_fd: descriptor for incoming bytes.
         writing_fd: descriptor for outgoing bytes.
-        side: ``b"c"`` at the coordinator, ``b"n"`` at the node.
-        skips_to_mark: ignore data before :data:`MARK`.
+        side: ``b"c"`` at the coordinator, which ignores data before :data:`MARK`; ``b"n"`` at the node.
 
     Attributes:
         key: key of the job; messages can be sent and received once it is set.
@@ -57,14 +56,14 @@ class Channel:
         last_s: ``monotonic()`` when bytes last arrived.
     """
 
-    def __init__(self, reading_fd: int, writing_fd: int, side: bytes, *, skips_to_mark: bool = False) -> None:
+    def __init__(self, reading_fd: int, writing_fd: int, side: bytes) -> None:
         self.reading_fd = reading_fd
         self.writing_fd = writing_fd
         self.key = b""
         self.is_closed = False
         self.last_s = time.monotonic()
         self._side, self._other_side = side, b"n" if side == b"c" else b"c"
-        self._is_skipping = skips_to_mark
+        self._is_skipping = side == b"c"
         self._arrived = bytearray()
         self._waiting: deque[memoryview] = deque()
         self.backlog = 0  # bytes in the send queue
@@ -202,23 +201,20 @@ class Channel:
         self._is_skipping = False
         return True
 
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for messages and send queued ones; return an empty list if the other end was closed or time ran out."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            messages = self.receive()
-            if messages or self.is_closed or (deadline is not None and time.monotonic() >= deadline):
-                return messages
+    def wait(self) -> list[Any]:
+        """Wait for messages and send queued ones; return an empty list if the other end was closed."""
+        while not (messages := self.receive()) and not self.is_closed:
             self.flush()
-            self.wait_readable(_LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+            self.wait_readable()
+        return messages
 
-    def wait_readable(self, timeout_s: float = _LOOK_S) -> None:
-        """Wait up to ``timeout_s`` seconds until bytes arrive or queued bytes can be sent."""
+    def wait_readable(self) -> None:
+        """Wait a moment until bytes arrive or queued bytes can be sent."""
         poller = select.poll()
         poller.register(self.reading_fd, select.POLLIN)
         if self._waiting and self.writing_fd != self.reading_fd:
             poller.register(self.writing_fd, select.POLLOUT)
-        poller.poll(1000 * timeout_s)
+        poller.poll(1000 * _LOOK_S)
 
     def _load(self, sealed: bytes) -> tuple[Any, ...]:
         body = sealed[signing.SIGNATURE_BYTES :]

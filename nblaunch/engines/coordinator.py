@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from nblaunch import formatting
+from nblaunch import env, formatting
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.silent_errors import OF_JOB, SilentErrors
 from nblaunch.engines.agreements import NodesAgreement
 from nblaunch.engines.collectives import AllCalls
 from nblaunch.engines.link import LinkWaiter, NodeLink, NodesStacks
-from nblaunch.engines.log_copies import LogCopies
 from nblaunch.engines.messages import (
-    AskLogs,
     AskStacks,
     AttemptOver,
     CallMarks,
@@ -31,7 +30,6 @@ from nblaunch.engines.messages import (
     EndRanks,
     Happened,
     LogPart,
-    LogsSent,
     OutboxPart,
     Rejected,
     Replies,
@@ -58,7 +56,9 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.collective_watch import CollectiveWatch
 from nblaunch.launcher.hang_watch import HangWatch
-from nblaunch.launcher.requests import JobRequests, Query
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes.messages import Heartbeat, Node
 from nblaunch.nodes.peer_states import PeerStates
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
@@ -122,7 +122,6 @@ class Coordinator:
         self._outboxes: dict[int, int] = {}
         self._logs = LogCopies(attempt.log, attempt.number, self._owner)
         self._queries: list[NodesStacks] = []
-        self._log_queries: list[tuple[Query, set[int]]] = []
         self._num_queries = 0
         self._agreements: dict[Subject, NodesAgreement] = {}
         self._interrupts_seen = self._terminations_seen = 0
@@ -241,8 +240,6 @@ class Coordinator:
             self._agreements[message.subject].take(message)
         elif isinstance(message, CallMarks):
             self._calls.take_marks(link, message)
-        elif isinstance(message, LogsSent):
-            self._answer_logs(message)
         elif isinstance(message, StoreOpened):
             self._store_port = message.port
         elif isinstance(message, Rejected):
@@ -318,10 +315,7 @@ class Coordinator:
         if requests.wants_stop:
             self._begin_agreement("check")
         for query in requests.take_queries():
-            if query.subject == "logs":
-                self._ask_logs(query)
-            else:
-                self._hangs.ask(query, self._active_pids())
+            self._hangs.ask(query, self._active_pids())
 
     def _interrupt(self) -> None:
         report = self._report
@@ -417,24 +411,6 @@ class Coordinator:
         self._queries = [pending for pending in self._queries if not pending.is_done] + [query]
         return query
 
-    def _ask_logs(self, query: Query) -> None:
-        self._num_queries += 1
-        asked = {index for index, link in enumerate(self._links) if not link.is_over}
-        for index in asked:
-            self._links[index].channel.send(AskLogs(self._num_queries))
-        self._log_queries.append((query, asked))
-        self._answer_logs(None)
-
-    def _answer_logs(self, sent: LogsSent | None) -> None:
-        """Answer queries for logs once the logs of all nodes have arrived."""
-        for query, missing in list(self._log_queries):
-            if sent is not None and missing:
-                missing.pop()
-            if not missing:
-                self._log_queries.remove((query, missing))
-                self._tick()
-                self._requests.answer(query, "")
-
     # --- an agreed end -------------------------------------------------------------------------------------------
 
     def _begin_agreement(self, subject: Subject) -> None:
@@ -489,6 +465,63 @@ class Coordinator:
 
     def _note(self, text: str, kind: str = "note") -> None:
         self._emit(Note.of_job(text, kind))
+
+
+class LogCopies:
+    """Copies of the ranks' logs in the job's folder, which are read like the logs of a single machine.
+
+    Args:
+        log: the logs of the job.
+        attempt: number of the attempt.
+        ranks: ranks on all nodes.
+    """
+
+    def __init__(self, log: JobLog, attempt: int, ranks: Iterable[int]) -> None:
+        log.make_attempt_folder(attempt, ())
+        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
+        paths = {rank: log.log_path(rank, attempt) for rank in ranks}
+        self._log, self._attempt = log, attempt
+        self._paths = {rank: str(path) for rank, path in paths.items()}
+        self._tails = {rank: LogTail(rank, path, max_bytes) for rank, path in paths.items()}
+        self._unread: set[int] = set()
+
+    def write(self, part: LogPart) -> None:
+        """Append a part to the copy of a rank's log or stacks. A full disk does not end a job."""
+        data = part.data
+        if part.left_out:
+            gap = f"... {formatting.size(part.left_out)} of output are only in the file on its node ...\n"
+            data = b"\n" + gap.encode() + data
+        path = self._paths[part.rank]
+        if part.is_stacks:
+            path = str(self._log.stacks_path(part.rank, self._attempt))
+        else:
+            self._unread.add(part.rank)
+        with suppress(OSError):
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                while data:
+                    data = data[os.write(fd, data) :]
+            finally:
+                os.close(fd)
+
+    def read(self) -> Iterator[tuple[int, Event]]:
+        """Yield the events for output written since the last call, each with its rank."""
+        for rank in sorted(self._unread):
+            tail = self._tails[rank]
+            for event in tail.read():
+                yield rank, event
+            if not tail.is_behind:
+                self._unread.discard(rank)
+
+    def read_rest(self) -> Iterator[Event]:
+        """Yield the events for the unread rest of each log."""
+        for tail in self._tails.values():
+            yield from tail.read_rest()
+
+    def close(self) -> None:
+        """Close the files."""
+        for tail in self._tails.values():
+            tail.close()
 
 
 def _places(links: Sequence[NodeLink]) -> list[Node]:

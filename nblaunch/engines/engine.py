@@ -2,9 +2,8 @@
 
     Engine ── start_nodes ──> NodeHandle per machine: a pipe to the program, a pipe from it, and its exit reason
 
-An engine knows nothing about ranks, training or failures. To add one, write a file in this folder with the engine's
-name and a class such as ``SshEngine``, and add the name to ``spec.py``. ``tests/contracts/test_engine.py`` shows the
-requirements.
+An engine knows nothing about ranks, training or failures. To add one, write a class such as ``SshEngine`` in this
+folder, and add its name to ``__init__.py`` and ``spec.py``. ``tests/contracts/test_engine.py`` shows the requirements.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ starting ── Hello ──> loading ── Ready, ClockIs ──> ready ──
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +61,7 @@ class NodeLink:
     def __init__(self, handle: NodeHandle, number: int) -> None:
         self._handle = handle
         self.number = number
-        self.channel = Channel(handle.reading_fd, handle.writing_fd, b"c", skips_to_mark=True)
+        self.channel = Channel(handle.reading_fd, handle.writing_fd, b"c")
         self.hello: Hello | None = None
         self.ready: Ready | None = None
         self.is_over = True
@@ -68,11 +69,6 @@ class NodeLink:
         self._ahead_s = 0.0
         self._monotonic_ahead_s = 0.0
         self.has_clock = False
-
-    @property
-    def address_hint(self) -> str:
-        """The address from the engine; empty if the program determines it."""
-        return self._handle.address
 
     @property
     def label(self) -> str:
@@ -99,15 +95,14 @@ class NodeLink:
                 raise LaunchError(f"{self.label} is not a node program of this version: {error}") from None
             _check_versions(self.label, self.hello)
 
-    def send_boot(self, boot: Boot, body: bytes, call_fd: int) -> None:
+    def send_boot(self, boot: Boot, call_fd: int) -> None:
         """Send the call that the node must run.
 
         Args:
-            boot: the node's first message.
-            body: the first message, pickled.
+            boot: the first message, to which the address of this node is added.
             call_fd: memory file with the call.
         """
-        self.channel.send_raw(body)
+        self.channel.send_raw(pickle.dumps(replace(boot, address=self._handle.address)))
         self.channel.key = boot.key
         self.channel.send_bulk(_parts(call_fd, boot.call_bytes))
 

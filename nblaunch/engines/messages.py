@@ -90,7 +90,6 @@ class Boot:
         environment: variables to set.
         is_same_machine: whether paths of the launching process are valid here.
         address: address at which other nodes reach this node; empty if the program determines it.
-        number: number of the node among those that were started.
         is_kept: the node program is kept for further jobs, each of which begins with another :class:`Boot`.
     """
 
@@ -104,7 +103,6 @@ class Boot:
     environment: Mapping[str, str]
     is_same_machine: bool
     address: str
-    number: int
     is_kept: bool = False
 
 
@@ -133,18 +131,16 @@ class StartRanks:
         topology: topology of the first rank; with ``master_port`` 0, this node hosts the store.
         number: number of the attempt.
         key: key for signing objects that ranks send to each other.
-        first_collected: rank that sends values that are the same on all ranks.
     """
 
     topology: Topology
     number: int
     key: bytes = field(repr=False)
-    first_collected: int = 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the job: ``"interrupt"``, ``"cancel"`` or ``"stop"``, as in ``JobRequests``."""
+    """A request to the job: ``"interrupt"`` or ``"cancel"``, as in ``JobRequests``."""
 
     kind: str
 
@@ -191,13 +187,6 @@ class AskStacks:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AskLogs:
-    """Asks a node for all output and events of its ranks so far."""
-
-    number: int
-
-
 # --- node to coordinator -----------------------------------------------------------------------------------------
 
 
@@ -216,7 +205,6 @@ class Ready:
         fallback: why ranks are not forked there; empty otherwise.
         num_threads: CPU threads of each rank.
         warnings: warnings of the plan.
-        log_dir: folder of its logs.
     """
 
     id: str
@@ -229,7 +217,6 @@ class Ready:
     fallback: str
     num_threads: int
     warnings: tuple[str, ...]
-    log_dir: str
 
 
 @dataclass(frozen=True)
@@ -315,13 +302,6 @@ class CallMarks:
 
     digests: Mapping[tuple[int, int], float]
     differ: bool = False
-
-
-@dataclass(frozen=True)
-class LogsSent:
-    """Answers :class:`AskLogs`; sent after all of the requested data."""
-
-    number: int
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,6 @@ class NodeProgram:
             fallback=plan.fallback,
             num_threads=plan.num_threads,
             warnings=plan.warnings,
-            log_dir=str(self._log.path),
         )
 
     # --- an attempt ----------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ class NodeProgram:
                 peers=uplink,
                 store=store,
                 key=order.key,
-                first_collected=order.first_collected,
+                first_collected=0,
                 compares_ranks=False,
             )
             uplink.begin(attempt)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from nblaunch import env
 from nblaunch.engines import ray_actor
-from nblaunch.engines.command_node import PROGRAM, describe_end
+from nblaunch.engines.command_engines import PROGRAM, describe_end
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.host import heap

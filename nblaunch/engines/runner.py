@@ -12,10 +12,8 @@ uses a separate process (``ray.py``).
 from __future__ import annotations
 
 import os
-import pickle
-import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +22,14 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines import find, shipping
 from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
-from nblaunch.engines.link import NodeLink, end_all, torch_notes
+from nblaunch.engines.link import LinkWaiter, NodeLink, end_all, torch_notes
 from nblaunch.engines.messages import Boot, ClockIs, Ready, Rejected
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Fact, Note
 from nblaunch.host import signal_handlers
-from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.interpreter import registered_backend
-from nblaunch.start_methods.saved_call import SavedCall, save_call
+from nblaunch.start_methods.saved_call import save_call
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.outbox import RankResult
@@ -102,9 +98,6 @@ class EngineRunner(JobRunner):
         )
         return coordinator.run()
 
-    def _make_attempt(self) -> Attempt:
-        return replace(super()._make_attempt(), first_collected=0)
-
     def keep_weights(self, wanted: bool) -> None:
         """Do nothing: nodes decide this when they receive the interrupt."""
 
@@ -162,19 +155,110 @@ class EngineRunner(JobRunner):
     def _load_call(self, handles: Sequence[NodeHandle], min_nodes: int) -> None:
         """Send the call to the nodes, and wait until all have loaded it.
 
+        Nodes that can't be reached are left out if enough remain.
+
         Raises:
             _NodeEnded: fewer than ``min_nodes`` can load it, because the programs of others have ended.
             LaunchError: a node can't run the call, or is not ready in time.
         """
         assert self._engine is not None, "the job has started"
-        assert self._saved is not None, "the job has started"
         self._links = [NodeLink(handle, number) for number, handle in enumerate(handles)]
         for text in self._engine.notes() if self.attempt == 0 else ():
-            self.emit(Note.of_job(text))
-        boots = _Boots(self.spec, self._saved, self._engine, self._key)
-        deadline = time.monotonic() + self.spec.rendezvous_timeout_s
-        gathering = _Gathering(self._links, min_nodes, boots, self._check_requests, self._note)
-        gathering.run(deadline, self.spec.rendezvous_timeout_s)
+            self._note(text)
+        boot, waiter = self._boot(), LinkWaiter(self.requests.fileno())
+        began_s, has_noted, timeout_s = time.monotonic(), False, self.spec.rendezvous_timeout_s
+        while missing := [link for link in self._links if not link.has_clock]:
+            waiter.wait(self._links, _TICK_S)
+            self._check_requests()
+            for link in list(self._links):  # a node may be lost while others load the call
+                self._receive(link, boot)
+                if link.channel.is_closed:
+                    self._handle_end(link, min_nodes)
+            waited_s = time.monotonic() - began_s
+            labels = ", ".join(link.label for link in missing)
+            if waited_s > timeout_s:
+                raise LaunchError(
+                    f"not all nodes were ready within {timeout_s:g} s: {labels} did not answer. A larger "
+                    "rdzv_timeout_s allows more time"
+                )
+            if waited_s > _NOTE_S and not has_noted:
+                has_noted = True
+                self._note(f"waiting for {labels} to load the call")
+
+    def _receive(self, link: NodeLink, boot: Boot) -> None:
+        """Handle what a node has sent before its ranks start."""
+        assert self._saved is not None, "the job has started"
+        link.channel.flush()
+        if link.hello is None:
+            link.receive_hello()
+            if link.hello is not None:
+                link.send_boot(boot, self._saved.fd)
+        for message in link.receive() if link.hello is not None else ():
+            if isinstance(message, Ready):
+                link.ready = message
+                link.ask_clock()
+            elif isinstance(message, ClockIs):
+                link.set_clock(message)
+            elif isinstance(message, Rejected):
+                kind = getattr(errors, message.kind, None) or _BUILT_IN.get(message.kind, LaunchError)
+                raise kind(f"{link.label}: {message.text}")
+
+    def _handle_end(self, link: NodeLink, min_nodes: int) -> None:
+        """Continue without a node that was never reached, if enough are left."""
+        text = f"the program of {link.label} ended before the ranks started: {link.how_ended()}"
+        if link.hello is not None or len(self._links) <= min_nodes:
+            raise _NodeEnded(text)
+        self._note(f"{text}; continuing without that node")
+        self._links.remove(link)
+        link.close()
+        for number, other in enumerate(self._links):
+            other.number = number
+
+    def _boot(self) -> Boot:
+        """Return the first message to every node, without the node's address."""
+        assert self._engine is not None, "the job has started"
+        assert self._saved is not None, "the job has started"
+        spec, saved = self.spec, self._saved
+        is_same_machine = self._engine.is_this_machine
+        modules = [] if is_same_machine else shipping.user_modules(saved.folder)
+        required = [] if is_same_machine else shipping.required(payload.pickles_in(saved.fd), modules)
+        per_node = None if spec.num_processes is None else spec.num_processes // spec.max_nodes
+        of_node = replace(
+            spec,
+            engine="local",
+            nodes=None,
+            num_nodes=1,
+            hosts=(),
+            resources_per_node=None,
+            runtime_env=None,
+            num_processes=per_node,
+            # The coordinator detects hangs from the progress on all nodes.
+            hang_timeout_s=None,
+            rdzv_timeout_s=None,
+            log_dir=None,
+            is_detached=False,
+        ).without_call()
+        environment = saved.environment if is_same_machine else shipping.variables(saved.environment)
+        given = spec.runtime_env or {}
+        environment = {
+            name: value for name, value in environment.items() if name not in (given.get("env_vars") or {})
+        }
+        call = replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path)))
+        if given.get("working_dir") is not None:  # the nodes' folder
+            call = replace(call, folder=None)
+        return Boot(
+            key=self._key,
+            spec=of_node,
+            registered_backend=registered_backend(spec.backend),
+            call=call,
+            call_bytes=os.fstat(saved.fd).st_size,
+            modules=modules,
+            required=required,
+            environment=environment,
+            is_same_machine=is_same_machine,
+            address="",
+            is_kept=self._engine.keeps_nodes,
+        )
 
     def _note(self, text: str) -> None:
         self.emit(Note.of_job(text))
@@ -222,154 +306,8 @@ class EngineRunner(JobRunner):
             self.emit(Note.of_job(text, "warning"))
 
 
-class _Boots:
-    """The first messages to nodes, which differ only in the node number."""
-
-    def __init__(self, spec: LaunchSpec, saved: SavedCall, engine: Engine, key: bytes) -> None:
-        self.call_fd = saved.fd
-        is_same_machine = engine.is_this_machine
-        call_bytes = os.fstat(saved.fd).st_size
-        modules = [] if is_same_machine else shipping.user_modules(saved.folder)
-        required = [] if is_same_machine else shipping.required(payload.pickles_in(saved.fd), modules)
-        per_node = None if spec.num_processes is None else spec.num_processes // spec.max_nodes
-        of_node = replace(
-            spec,
-            engine="local",
-            nodes=None,
-            num_nodes=1,
-            hosts=(),
-            resources_per_node=None,
-            runtime_env=None,
-            num_processes=per_node,
-            # The coordinator detects hangs from the progress on all nodes.
-            hang_timeout_s=None,
-            rdzv_timeout_s=None,
-            log_dir=None,
-            is_detached=False,
-        ).without_call()
-        environment = saved.environment if is_same_machine else shipping.variables(saved.environment)
-        given = spec.runtime_env or {}
-        environment = {
-            name: value for name, value in environment.items() if name not in (given.get("env_vars") or {})
-        }
-        call = replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path)))
-        if given.get("working_dir") is not None:  # the nodes' folder
-            call = replace(call, folder=None)
-        self._boot = Boot(
-            key=key,
-            spec=of_node,
-            registered_backend=registered_backend(spec.backend),
-            call=call,
-            call_bytes=call_bytes,
-            modules=modules,
-            required=required,
-            environment=environment,
-            is_same_machine=is_same_machine,
-            address="",
-            number=0,
-            is_kept=engine.keeps_nodes,
-        )
-
-    def send(self, link: NodeLink) -> None:
-        """Send the first message to a node, followed by the call."""
-        boot = replace(self._boot, number=link.number, address=link.address_hint)
-        link.send_boot(boot, pickle.dumps(boot), self.call_fd)
-
-
 class _NodeEnded(Exception):
     """The node program of a required node ended before the ranks started."""
-
-
-class _Gathering:
-    """Waits until all nodes have loaded the call.
-
-    Args:
-        links: links to the nodes. Unreachable nodes are removed as long as enough are left.
-        min_nodes: how many must be ready.
-        boots: creates the first message to each node.
-        check: raises an error if the job was interrupted or cancelled.
-        note: receives a line for the user.
-    """
-
-    def __init__(
-        self,
-        links: list[NodeLink],
-        min_nodes: int,
-        boots: _Boots,
-        check: Callable[[], None],
-        note: Callable[[str], None],
-    ) -> None:
-        self._links = links
-        self._min_nodes = min_nodes
-        self._boots = boots
-        self._check = check
-        self._note = note
-
-    def run(self, deadline: float, timeout_s: float) -> None:
-        """Wait until ``deadline`` (``monotonic()``), which is ``timeout_s`` seconds after the start.
-
-        Raises:
-            _NodeEnded: a node has ended, and too few are left.
-            LaunchError: a node can't run the call, or is not ready in time.
-            Exception: ``check`` raised it, or a node's plan failed.
-        """
-        note_s = time.monotonic() + _NOTE_S
-        while missing := [link for link in self._links if not link.has_clock]:
-            self._wait()
-            self._check()
-            for link in list(self._links):  # a node may be lost while others load the call
-                self._receive(link)
-            now = time.monotonic()
-            labels = ", ".join(link.label for link in missing)
-            if now > deadline:
-                raise LaunchError(
-                    f"not all nodes were ready within {timeout_s:g} s: {labels} did not answer. A larger "
-                    "rdzv_timeout_s allows more time"
-                )
-            if now > note_s:
-                note_s = float("inf")
-                self._note(f"waiting for {labels} to load the call")
-
-    def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for link in self._links:
-                selector.register(link, selectors.EVENT_READ)
-                if link.channel.wants_to_write:
-                    selector.register(link.channel.writing_fd, selectors.EVENT_WRITE)
-            selector.select(_TICK_S)
-
-    def _receive(self, link: NodeLink) -> None:
-        link.channel.flush()
-        if link.hello is None:
-            link.receive_hello()
-            if link.hello is not None:
-                self._boots.send(link)
-        if link.hello is not None:
-            for message in link.receive():
-                self._handle(link, message)
-        if link.channel.is_closed:
-            self._handle_end(link)
-
-    def _handle_end(self, link: NodeLink) -> None:
-        """Continue without a node that was never reached, if enough are left."""
-        text = f"the program of {link.label} ended before the ranks started: {link.how_ended()}"
-        if link.hello is not None or len(self._links) <= self._min_nodes:
-            raise _NodeEnded(text)
-        self._note(f"{text}; continuing without that node")
-        self._links.remove(link)
-        link.close()
-        for number, other in enumerate(self._links):
-            other.number = number
-
-    def _handle(self, link: NodeLink, message: object) -> None:
-        if isinstance(message, Ready):
-            link.ready = message
-            link.ask_clock()
-        elif isinstance(message, ClockIs):
-            link.set_clock(message)
-        elif isinstance(message, Rejected):
-            kind = getattr(errors, message.kind, None) or _BUILT_IN.get(message.kind, LaunchError)
-            raise kind(f"{link.label}: {message.text}")
 
 
 _BUILT_IN = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}

@@ -22,15 +22,11 @@ from nblaunch.engines.agreements import NodeBallots
 from nblaunch.engines.channel import Channel
 from nblaunch.engines.collectives import NodeCalls
 from nblaunch.engines.messages import (
-    AskClock,
-    AskLogs,
     AskStacks,
-    ClockIs,
     DevicesUsed,
     EndRanks,
     Happened,
     LogPart,
-    LogsSent,
     OutboxPart,
     Proposal,
     Request,
@@ -161,11 +157,6 @@ class Uplink:
             self._handle_proposal(message)
         elif isinstance(message, AskStacks):
             self._ask_stacks(message)
-        elif isinstance(message, AskLogs):
-            parts = self._new_logs(_KEPT_BYTES * max(1, len(self._logs)))
-            self._channel.send(*self._take_events(), *parts, LogsSent(message.number))
-        elif isinstance(message, AskClock):
-            self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
 
     def _handle_proposal(self, proposal: Proposal) -> None:
         self._proposals[proposal.subject] = proposal

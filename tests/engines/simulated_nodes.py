@@ -286,9 +286,7 @@ def _ready(host: str, num_processes: int) -> Ready:
     import importlib.metadata
 
     torch = importlib.metadata.version("torch")
-    return Ready(
-        host, "127.0.0.1", torch, num_processes, "cpu", "fork", "it is simulated", "", 1, (), "/nowhere"
-    )
+    return Ready(host, "127.0.0.1", torch, num_processes, "cpu", "fork", "it is simulated", "", 1, ())
 
 
 def main(arguments: Sequence[str]) -> None:

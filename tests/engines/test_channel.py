@@ -20,7 +20,7 @@ class Pair:
     def __init__(self) -> None:
         down, up = os.pipe(), os.pipe()
         self.fds = {*down, *up}
-        self.coordinator = Channel(up[0], down[1], b"c", skips_to_mark=True)
+        self.coordinator = Channel(up[0], down[1], b"c")
         self.node = Channel(down[0], up[1], b"n")
 
     def agree(self) -> Pair:

@@ -35,7 +35,7 @@ def channel(tmp_path: Path, nothing_left_behind: None) -> Iterator[Channel]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as program:
         assert program.stdin is not None
         assert program.stdout is not None
-        channel = Channel(program.stdout.fileno(), program.stdin.fileno(), b"c", skips_to_mark=True)
+        channel = Channel(program.stdout.fileno(), program.stdin.fileno(), b"c")
         while not channel.receive_raw(1):
             channel.wait_readable()
         _boot(channel, env)
@@ -52,7 +52,7 @@ def _boot(channel: Channel, env: dict[str, str]) -> None:
         boot = Boot(
             key=KEY, spec=spec.without_call(), registered_backend=b"",
             call=replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path))), call_bytes=size,
-            modules=(), required=(), environment=env, is_same_machine=True, address="127.0.0.1", number=0,
+            modules=(), required=(), environment=env, is_same_machine=True, address="127.0.0.1",
         )  # fmt: skip
         channel.send_raw(pickle.dumps(boot))
         channel.key = KEY
@@ -63,7 +63,8 @@ def _boot(channel: Channel, env: dict[str, str]) -> None:
 def _wait_for(channel: Channel, cls: type[T]) -> T:
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s and not channel.is_closed:
-        for message in channel.wait(1.0):
+        channel.wait_readable()
+        for message in channel.receive():
             if isinstance(message, cls):
                 return message
     raise AssertionError(f"the node program sent no {cls.__name__}")
