@@ -41,13 +41,13 @@ class Served:
         folder: folder of the job.
         problem: why removed files can't be restored; empty = all files exist.
         waits_for: why the process is waiting before it ends; empty if it is not waiting.
-        record: record of the job.
+        record: record of the job; None = it is from another version of nblaunch.
     """
 
     folder: str
     problem: str
     waits_for: str
-    record: Record
+    record: Record | None
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,17 @@ def find(job_id: str | None) -> JobFolder:
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
-    """Ask a job process to describe itself; return None if it does not reply.
+    """Ask a job process of any version to describe itself; return None if it does not reply.
 
     Before it answers, the process restores any files that were removed from its folder.
     """
-    try:
-        return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
-    except ValueError:  # another version, or no reply
+    text = endpoint.ask("describe", timeout_s)
+    with suppress(ValueError):
+        return schema.load(Served, text.encode())
+    try:  # all versions reply with these two
+        plain = json.loads(text)
+        return Served(str(plain["folder"]), str(plain.get("problem", "")), "", None)
+    except (ValueError, KeyError, TypeError):  # there is no reply
         return None
 
 
@@ -267,62 +271,40 @@ def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[Jo
         listed: addresses of jobs whose folders exist.
     """
     lines = []
-    for reply in _replies(listed):
-        if reply.folder.parent not in homes:
+    for folder, (_, served) in _served(listed).items():
+        if folder.parent not in homes:
             continue
-        if reply.problem:
-            lines.append(_unrestored_line(reply))
+        if served.problem:
+            lines.append(_unrestored_line(folder, served))
             continue
-        summary, _ = _look_at(JobFolder(reply.folder))
+        summary, _ = _look_at(JobFolder(folder))
         if summary is not None:
             lines.append(summary)
     return lines
 
 
-def _unrestored_line(reply: _Reply) -> JobSummary:
-    problem = f"its folder was removed and can't be restored: {reply.problem}"
-    if reply.record is not None:
-        return _summary(reply.folder, reply.record, "running", time.time(), problem)
+def _unrestored_line(folder: Path, served: Served) -> JobSummary:
+    problem = f"its folder was removed and can't be restored: {served.problem}"
+    if served.record is not None:
+        return _summary(folder, served.record, "running", time.time(), problem)
     problem = f"{problem}; launched by another version of nblaunch"
-    job_id = reply.folder.name
-    name = job_id.rpartition("-")[0]
-    return JobSummary(job_id, name, "running", 0, "", time.time(), 0.0, reply.folder, problem, False)
+    name = folder.name.rpartition("-")[0]
+    return JobSummary(folder.name, name, "running", 0, "", time.time(), 0.0, folder, problem, False)
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """The part of a job process's reply that any version of nblaunch can read.
+def _served(skipped: Collection[str] = ()) -> dict[Path, tuple[str, Served]]:
+    """Return the addresses and the descriptions of this user's job processes, by folder.
 
     Args:
-        address: address at which it replied.
-        folder: folder of the job.
-        problem: why removed files can't be restored; empty = all files exist.
-        record: record of the job; None = it is from another version.
+        skipped: addresses of processes that are not asked.
     """
-
-    address: str
-    folder: Path
-    problem: str
-    record: Record | None
-
-
-def _replies(skipped: Collection[str] = ()) -> list[_Reply]:
-    """Ask all of this user's job processes to describe themselves, except those at the ``skipped`` addresses."""
     addresses = [address for address in served_addresses() if address not in skipped]
-    return [reply for reply in _at_once(_reply_at, addresses) if reply is not None]
-
-
-def _reply_at(address: str) -> _Reply | None:
-    """Return the reply of the job process at an address; None if it does not reply."""
-    text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
-    try:
-        plain = json.loads(text)
-        record = None
-        with suppress(ValueError):
-            record = schema.load(Served, text.encode()).record
-        return _Reply(address, Path(plain["folder"]), str(plain.get("problem", "")), record)
-    except (ValueError, KeyError, TypeError):  # there is no reply
-        return None
+    replies = _at_once(lambda address: ask(Endpoint(Path("/nonexistent"), address)), addresses)
+    return {
+        Path(served.folder): (address, served)
+        for address, served in zip(addresses, replies, strict=True)
+        if served is not None
+    }
 
 
 def endpoint_of(folder: JobFolder) -> Endpoint:
@@ -334,5 +316,5 @@ def endpoint_of(folder: JobFolder) -> Endpoint:
     except (LookupError, OSError):  # there is no folder, or another file has its name
         address = ""
     if not address:
-        address = next((reply.address for reply in _replies() if reply.folder == folder.path), "")
+        address, _ = _served().get(folder.path, ("", None))
     return Endpoint(folder.path, address)

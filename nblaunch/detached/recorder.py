@@ -106,6 +106,7 @@ class Recorder:
         self._readings: Sequence[SlotReading] = ()
         self._pending: deque[Event] = deque()
         self._num_dropped = 0
+        self._endings_before: int | None = None  # requests before the wait for space began
         self._next_write_s = self._next_check_s = 0.0
         self._has_workers = False
         self._lock = threading.RLock()  # shared with the thread that serves requests and restores the folder
@@ -250,21 +251,20 @@ class Recorder:
         outcome = self._outcome()
         assert outcome is not None, "the job has ended"
         folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
-        saving = _Saving()
         # Write the result first and separately, so that it is kept even if the weights, which may be large, can't be
         # written.
         parts: dict[str, _Part] = {}
         if outcome.status == "done" or values:
-            parts[RESULT] = _Part("the result", values, lambda: folder.write_payload(RESULT, values))
+            parts[RESULT] = _Part("the result", lambda: folder.write_payload(RESULT, values), values)
         if weights:
             parts[WEIGHTS] = _Part(
-                "the trained weights", weights, lambda: folder.write_payload(WEIGHTS, weights)
+                "the trained weights", lambda: folder.write_payload(WEIGHTS, weights), weights
             )
         if outcome.error is not None:
             error = _error_of(outcome)
-            parts[ERROR] = _Part("the error", None, lambda: folder.write(error))
-        unsaved = self._save_parts(saving, parts)
-        unsaved_events = self._save(saving, _Part("the logged values", None, self._append_pending))
+            parts[ERROR] = _Part("the error", lambda: folder.write(error))
+        unsaved = self._save_parts(parts)
+        unsaved_events = self._save(_Part("the logged values", self._append_pending))
         lost = "; ".join(filter(None, (*unsaved.values(), unsaved_events)))
         end = End(
             format=FORMAT,
@@ -275,7 +275,7 @@ class Recorder:
             unsaved_error=shortened(unsaved.get(ERROR, ""), _MAX_MESSAGE),
             partial_rank=_partial_rank(outcome),
         )
-        self._save(saving, _Part("the end of the job", None, lambda: folder.write_plain(end)))
+        self._save(_Part("the end of the job", lambda: folder.write_plain(end)))
         if self._num_dropped:
             text = f"{self._num_dropped:,} events were lost because the disk was full"
             lost = "; ".join(filter(None, (lost, text)))
@@ -286,7 +286,7 @@ class Recorder:
         if problem is not None:
             raise problem
 
-    def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
+    def _save_parts(self, parts: Mapping[str, _Part]) -> dict[str, str]:
         """Write the outcome files; return the reason for each one that could not be written, by name.
 
         Writing a file can take a long time on a full disk. If an earlier file is removed in the meantime, write it
@@ -295,7 +295,7 @@ class Recorder:
         unsaved: dict[str, str] = {}
         while missing := [name for name in parts if name not in unsaved and not self._is_there(name)]:
             for name in missing:
-                if problem := self._save(saving, parts[name]):
+                if problem := self._save(parts[name]):
                     unsaved[name] = problem
         return unsaved
 
@@ -305,9 +305,8 @@ class Recorder:
         except OSError:  # the folder is gone too, or others can change it; the next write reports this
             return False
 
-    def _save(self, saving: _Saving, part: _Part) -> str:
+    def _save(self, part: _Part) -> str:
         """Write a part of the outcome as soon as there is space; return why that was impossible, or an empty string."""
-        what = part.what
         try:
             while True:
                 try:
@@ -316,25 +315,31 @@ class Recorder:
                     problem = error
                 else:
                     return ""
-                num_bytes = payload.num_bytes(part.value)  # raises if the value's own code fails
                 why = disk.reason(self._folder.path, problem)
-                if not self._waits(saving, what, num_bytes, problem, why):
-                    return f"{what} could not be written: {why}. It was dropped on request"
+                if not self._waits(part, problem, why):
+                    return f"{part.what} could not be written: {why}. It was dropped on request"
         except Exception as error:  # raised by the user's classes
-            return f"{what} could not be written: {type(error).__name__}: {error}"
+            return f"{part.what} could not be written: {type(error).__name__}: {error}"
         finally:
             self.waits_for = ""
 
-    def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
-        """Wait until another attempt may succeed; return False if the user asked to give up."""
+    def _waits(self, part: _Part, problem: OSError, why: str) -> bool:
+        """Wait until another attempt may succeed; return False if the user asked to give up.
+
+        Only a request that arrives after this process has begun to wait drops data. An earlier request was meant to end
+        training, because the user could not have known that the disk was full.
+        """
+        if self._endings_before is None:
+            self._endings_before = self._requests.endings
+        num_bytes = payload.num_bytes(part.value)  # raises if the value's own code fails
         place = self._folder.path.parent
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (
-            f"waits for {needs} in {place} to write {what} ({why}). It tries again until there is space; "
+            f"waits for {needs} in {place} to write {part.what} ({why}). It tries again until there is space; "
             f"job.stop() or `nblaunch stop {self._folder.id}` drops the result"
         )
         next_try_s = time.monotonic() + _RETRY_S
-        while not saving.is_given_up(self._requests):
+        while self._requests.endings <= self._endings_before:
             self.restore()
             free = disk.free_bytes(place) if problem.errno == errno.ENOSPC else None
             # An attempt without enough space would briefly take the remaining space from other processes.
@@ -350,28 +355,13 @@ class _Part:
 
     Args:
         what: name that messages use.
-        value: the value to pickle, whose size messages state; None if it is tiny.
         write: writes the value into the folder.
+        value: the value to pickle, whose size messages state; None if it is tiny.
     """
 
     what: str
-    value: Any
     write: Callable[[], None]
-
-
-class _Saving:
-    """Decides whether to discard unwritten data: only if a request arrives after the process has begun to wait.
-
-    An earlier request was meant to end training, because the user could not have known that the disk was full.
-    """
-
-    def __init__(self) -> None:
-        self._earlier: int | None = None
-
-    def is_given_up(self, requests: JobRequests) -> bool:
-        if self._earlier is None:
-            self._earlier = requests.endings
-        return requests.endings > self._earlier
+    value: Any = None
 
 
 def _make_events(folder_fd: int) -> int:
