@@ -110,15 +110,13 @@ from nblaunch.training.strategies.deepspeed.config import (
     DummyScheduler as DummyScheduler,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
 )
-from nblaunch.training.strategies.deepspeed.engine import (
-    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
-)
 from nblaunch.training.strategies.deepspeed.settings import (
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
 from nblaunch.training.strategies.deepspeed.strategy import (
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedPlugin as DeepSpeedPlugin,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )
 from nblaunch.training.strategies.fsdp2.settings import (
     FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,

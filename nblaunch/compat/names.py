@@ -117,9 +117,10 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "training.prepare": "extract_model_from_parallel is_peft_model",
         "training.state": "DistributedType wait_for_everyone",
         "training.strategies.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",
-        "training.strategies.deepspeed.engine": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
         "training.strategies.deepspeed.settings": "get_active_deepspeed_plugin",
-        "training.strategies.deepspeed.strategy": "DeepSpeedPlugin",
+        "training.strategies.deepspeed.strategy": (
+            "DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper"
+        ),
         "training.strategies.fsdp2.strategy": "FullyShardedDataParallelPlugin",
         "training.strategies.fsdp2.settings": (
             "FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "

@@ -39,9 +39,9 @@ from nblaunch.training.parallelism import ParallelismConfig, check_context_paral
 from nblaunch.training.precision import AORecipeKwargs
 from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.dtensor_strategy import TensorParallelPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.strategies.replicated import ReplicatedPlugin
-from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 
 HANDLERS = (
     DistributedDataParallelKwargs,

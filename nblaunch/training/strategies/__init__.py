@@ -5,9 +5,9 @@ replicated.py              the default: every rank has the whole model, and torc
                            gradients during backward (on XLA, the backend does so at each step); a single
                            process
 late_parameters.py         parameters that DistributedDataParallel does not know: unfrozen or added after prepare
-dtensor_strategy.py        the common base of strategies with DTensor weights
+dtensor_strategy.py        the common base of strategies with DTensor weights; layers sharded by torch's
+                           ``parallelize_module`` or transformers
 shard_files.py             files of shards, through torch.distributed.checkpoint
-tensor_parallel.py         layers sharded by torch's ``parallelize_module`` or transformers
 fsdp2/                     weights sharded with torch's ``fully_shard``
 deepspeed/                 DeepSpeed's engine: sharded optimizer states, gradients and weights
 """

@@ -1,4 +1,4 @@
-"""The common base of strategies whose weights are sharded as DTensors over any mesh.
+"""The common base of strategies whose weights are sharded as DTensors over any mesh; tensor parallelism, the simplest.
 
 This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
 ``shard_files.py`` reads and writes the files. The caller decides when the files are moved to their final place in the
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch.errors import CheckpointError
-from nblaunch.training.collectives import dtensor
+from nblaunch.errors import CheckpointError, warn
+from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import shard_files
-from nblaunch.training.strategies.base import ShardWriter, Strategy
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.training.strategies.base import ShardWriter, Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.weights.sharded import is_sharded, is_sharded_model
 from nblaunch.weights.state_dicts import quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
@@ -356,3 +356,46 @@ def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
             elif replicas is not None:
                 group = replicas.get_group()
                 dist.broadcast(dtensor.local(tensor), src=dist.get_global_rank(group, 0), group=group)
+
+
+class TensorParallelPlugin(StrategyPlugin):
+    """Chooses tensor parallelism: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
+
+    name = "tensor_parallel"
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        assert setup.parallelism is not None  # its tp_size chose this plugin
+        return TensorParallelStrategy(setup.process, setup.parallelism)
+
+
+class TensorParallelStrategy(DTensorStrategy):
+    """Keeps the sharding of the models that the user passes, and makes weights equal on ranks with the same shard.
+
+    Every rank holds a shard of each layer, and the ranks process the same data together. torch's ``parallelize_module``
+    or transformers' ``tp_plan`` has sharded the model: its weights are DTensors over the mesh's ``tp`` dimension.
+    """
+
+    name = TensorParallelPlugin.name
+    holds_shards = True
+
+    def __init__(self, process: JoinedProcess, parallelism: ParallelismConfig) -> None:
+        super().__init__(process, "tp_size")
+        self._parallelism = parallelism
+
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
+        inner = bare_module(model)
+        if not is_sharded_model(inner):
+            warn_of_unsharded(inner)
+        share_weights(inner, self._parallelism)
+        return model
+
+
+def warn_of_unsharded(model: nn.Module) -> None:
+    """Warn on rank 0 that a model is not sharded although ``tp_size`` is set."""
+    if operations.rank() == 0:
+        warn(
+            f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks of a tensor "
+            "parallel group do the same work. Before prepare, call "
+            'torch.distributed.tensor.parallel.parallelize_module(model, accelerator.torch_device_mesh["tp"], '
+            'plan), or load it with from_pretrained(..., tp_plan="auto")'
+        )

@@ -3,7 +3,7 @@
 settings.py     the user's settings
 config.py       completes the engine's configuration: fills in "auto" values, rejects contradictions
 library.py      imports DeepSpeed and configures it for this process
-strategy.py     the strategy, which ``prepare`` and the training loop call; its plugin
-engine.py       the engine's optimizer and scheduler for the user's loop; clipping; 16-bit weights
+strategy.py     the strategy, which ``prepare`` and the training loop call; the engine's optimizer and scheduler for the
+                loop; clipping; 16-bit weights; the plugin
 checkpoint.py   saves shards, gathers full weights
 """

@@ -24,12 +24,11 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
-from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights, warn_of_unsharded
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
-from nblaunch.training.strategies.tensor_parallel import warn_of_unsharded
 from nblaunch.weights.sharded import is_fsdp_module, is_sharded, is_sharded_model
 from nblaunch.weights.state_dicts import is_quantised_weight
 
