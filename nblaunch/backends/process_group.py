@@ -102,22 +102,19 @@ def _raise_time_limits() -> None:
 
 def adapt_joining(topology: Topology) -> None:
     """Adapt how torch forms groups in this worker, which connects to the launcher's store."""
-    _wait_for_members_alone()
-    _keep_groups_apart()
-    _wait_interruptibly(topology)
+    wait = functools.partial(_wait_interruptibly, master_port=topology.master_port)
+    packages.when_imported("torch.distributed.distributed_c10d", _wait_for_members_alone)
+    packages.when_imported("torch.distributed.distributed_c10d", wait)
+    packages.when_imported("torch.distributed.rendezvous", _keep_groups_apart)
 
 
-def _wait_for_members_alone() -> None:
+def _wait_for_members_alone(c10d: Any) -> None:
     """Make ``new_group(ranks)`` wait for the members of the group, instead of all ranks of the job.
 
     ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which only the members
     call ``new_group`` would then hang under nblaunch, although it works under torchrun. The barrier is still needed for
     groups with gloo, whose members open their connections in that call; members of other groups open theirs later.
     """
-    packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
-
-
-def _replace_barrier(c10d: Any) -> None:
     # torch has no public way to choose the ranks of this barrier (torch 2.13).
     wait_for = getattr(c10d, "_store_based_barrier", None)
     if wait_for is None:
@@ -141,17 +138,13 @@ def _replace_barrier(c10d: Any) -> None:
     c10d._store_based_barrier = wait_for_members
 
 
-def _keep_groups_apart() -> None:
+@packages.defines_replacements
+def _keep_groups_apart(rendezvous: Any) -> None:
     """Let a program destroy the default group and create it again.
 
     The launcher's store outlives the group. If both groups used the same keys, the second group would mistake
     the first group's addresses for its own and wait forever, as happens under torchrun.
     """
-    packages.when_imported("torch.distributed.rendezvous", _name_stores)
-
-
-@packages.defines_replacements
-def _name_stores(rendezvous: Any) -> None:
     # torch has no public way to choose the store's prefix (torch 2.13).
     connect = getattr(rendezvous, "_create_c10d_store", None)
     if connect is None:
@@ -167,19 +160,14 @@ def _name_stores(rendezvous: Any) -> None:
     rendezvous._create_c10d_store = connect_and_name
 
 
-def _wait_interruptibly(topology: Topology) -> None:
+@packages.defines_replacements
+def _wait_interruptibly(c10d: Any, *, master_port: int) -> None:
     """Let an interrupt reach a rank that waits for other ranks to join the job's default group.
 
     torch waits in native code, where Python can't raise the interrupt. If another rank ended instead of
     joining, the launcher could only kill the waiting rank after the grace period, and its ``finally`` blocks
     would not run.
     """
-    change = functools.partial(_wait_before_joining, master_port=topology.master_port)
-    packages.when_imported("torch.distributed.distributed_c10d", change)
-
-
-@packages.defines_replacements
-def _wait_before_joining(c10d: Any, *, master_port: int) -> None:
     # torch has no public hook between the rendezvous and the creation of the group (torch 2.13).
     create = getattr(c10d, "_new_process_group_helper", None)
     if create is None:

@@ -127,13 +127,14 @@ class JobFolder(LogFolder):
 
     Attributes:
         id: short name of the job.
+        user_key: the user's key, available once the folder has been opened; empty = missing.
     """
 
     def __init__(self, path: Path, patience_s: float = 10.0) -> None:
         super().__init__(path)
         self.id = path.name
         self._patience_s = patience_s
-        self._user_key = b""
+        self.user_key = b""
 
     def open(self) -> int:
         """Open the folder; return its descriptor.
@@ -145,16 +146,11 @@ class JobFolder(LogFolder):
         place = self.path.parent
         try:
             with files.private_folder(place) as home_fd:
-                self._user_key = self._user_key or home.read_key(home_fd)
+                self.user_key = self.user_key or home.read_key(home_fd)
                 place = self.path
                 return files.open_private(self.id, home_fd)
         except PermissionError as error:
             raise home.private_problem(place, error) from None
-
-    @property
-    def user_key(self) -> bytes:
-        """The user's key, available once the folder has been opened; empty = missing."""
-        return self._user_key
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -180,12 +176,12 @@ class JobFolder(LogFolder):
         Raises:
             ValueError: the user's key is missing.
         """
-        if not self._user_key:
+        if not self.user_key:
             with self.opened():
                 pass
-        if not self._user_key:
+        if not self.user_key:
             raise ValueError(f"its signing key is missing: {self.path.parent / home.KEY_NAME}")
-        return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
+        return signing.digest(self.user_key, os.fsencode(self.id), b"/", os.fsencode(name))
 
     def modified(self, name: str) -> tuple[int, int] | None:
         """Return a value that changes when a file is replaced, and its modification time in ns; None if missing."""

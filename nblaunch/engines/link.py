@@ -20,7 +20,6 @@ from nblaunch.engines.channel import Channel, ChannelError
 from nblaunch.engines.engine import NodeHandle
 from nblaunch.engines.messages import (
     PART_BYTES,
-    AskClock,
     Boot,
     CallPart,
     ClockIs,
@@ -76,10 +75,6 @@ class NodeLink:
         host = self.hello.host if self.hello is not None else self._handle.host
         return f"node {self.number} (host {host})"
 
-    def fileno(self) -> int:
-        """Return the descriptor from which the node's bytes are read."""
-        return self.channel.reading_fd
-
     # --- its start -----------------------------------------------------------------------------------------------
 
     def receive_hello(self) -> None:
@@ -105,10 +100,6 @@ class NodeLink:
         self.channel.send_raw(pickle.dumps(replace(boot, address=self._handle.address)))
         self.channel.key = boot.key
         self.channel.send_bulk(_parts(call_fd, boot.call_bytes))
-
-    def ask_clock(self) -> None:
-        """Ask for the node's time."""
-        self.channel.send(AskClock())
 
     def set_clock(self, reply: ClockIs) -> None:
         """Compare the node's clocks with this process's; the error is at most half the round-trip time."""

@@ -23,7 +23,7 @@ from nblaunch.engines import find, shipping
 from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.link import LinkWaiter, NodeLink, end_all, torch_notes
-from nblaunch.engines.messages import Boot, ClockIs, Ready, Rejected
+from nblaunch.engines.messages import AskClock, Boot, ClockIs, Ready, Rejected
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Fact, Note
 from nblaunch.host import signal_handlers
@@ -196,7 +196,7 @@ class EngineRunner(JobRunner):
         for message in link.receive() if link.hello is not None else ():
             if isinstance(message, Ready):
                 link.ready = message
-                link.ask_clock()
+                link.channel.send(AskClock())
             elif isinstance(message, ClockIs):
                 link.set_clock(message)
             elif isinstance(message, Rejected):
