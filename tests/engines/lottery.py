@@ -1,13 +1,11 @@
-"""Failures and kills at random moments of a launch on two nodes, with the required outcomes.
+"""Kills at random moments of a launch on two nodes, with the required outcomes.
 
-    python -m tests.engines.lottery [--engine processes] [--failures 50] [--kills 100]
+    python -m tests.engines.lottery [--engine processes] [--kills 100]
 
-* failure: a rank raises, dies, returns early or hangs. Type, text and notes of the error are the same as on one
-  machine, except for processes and labels of nodes.
-* kill: a rank, a node process, the kernel or the process of a detached job gets SIGKILL at a random moment after the
-  call of the launcher; with Ray also an actor, the driver or a raylet. The error names the victim, nothing is left
-  after some seconds, and the next launch works. Some are killed in a launch that starts its nodes, others on kept
-  nodes, whose programs start again in the next launch.
+A rank, a node process, the kernel or the process of a detached job gets SIGKILL at a random moment after the call of
+the launcher; with Ray also an actor, the driver or a raylet. The error names the victim, nothing is left after some
+seconds, and the next launch works. Some are killed in a launch that starts its nodes, others on kept nodes, whose
+programs start again in the next launch.
 
 The program prints every draw that ends otherwise, with all details, and a table.
 """
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.engines.conftest import FAILING, PREAMBLE, comparable, path_with_ssh
+from tests.engines.conftest import PREAMBLE, path_with_ssh
 from tests.engines.ray_cluster import RayCluster, cluster
 from tests.kernels import Kernel
 
@@ -43,7 +41,6 @@ LEFT_S = 3.0
 BUSY_LEFT_S = 10.0
 """The same on an overloaded machine, for example while all tests run."""
 
-FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable result", "hang")
 VICTIMS = dict.fromkeys(("processes", "ssh"), ("kernel", "rank", "node", "job process"))
 VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver", "raylet")
 HOSTS = "hosts=['one', 'other']"
@@ -55,24 +52,12 @@ STARTS_AGAIN_S = 5.0
 NAMED_S = 2.0
 """Seconds until the error names a node whose raylet was killed, once the launch uses the node."""
 
-CELL = (
-    FAILING
-    + """
-import random
-
+CELL = """
 def work():
     dist.init_process_group("gloo")
     while True:
         dist.all_reduce(torch.ones(2))
         time.sleep(0.05)
-
-def error_of(what, who, **settings):
-    limits = {"hang_timeout_s": 3, "on_hang": "stop"} if what == "hang" else {}
-    try:
-        return "nothing", str(launch(train, what, who, dashboard="none", **limits, **settings)), "", 0
-    except BaseException as error:
-        code = error.code if isinstance(error, MyError) else 0
-        return type(error).__name__, str(error), "\\n".join(getattr(error, "__notes__", ())), code
 
 nodes = None
 
@@ -90,7 +75,6 @@ def error_of_work(detach=False, **settings):
     except BaseException as error:
         return type(error).__name__, str(error), time.monotonic()
 """
-)
 
 
 @dataclass(frozen=True)
@@ -98,13 +82,13 @@ class Draw:
     """One draw.
 
     Args:
-        kind: the fault, without details.
-        what: the fault.
+        kind: the victim.
+        what: the kill, with details.
         wrong: what is wrong with the outcome; empty if nothing is.
-        seconds: seconds from the fault to the error.
+        seconds: seconds from the kill to the error.
         left_s: seconds after the error until no process was left.
         num_launches: how many launches worked after earlier draws.
-        was_running: whether all ranks ran at the time of the fault.
+        was_running: whether all ranks ran at the time of the kill.
     """
 
     kind: str
@@ -117,7 +101,7 @@ class Draw:
 
 
 class Lottery:
-    """Draws failures and kills in kernels, with an engine.
+    """Draws kills in kernels, with an engine.
 
     Args:
         engine: ``"processes"``, ``"ssh"`` (a stub that runs the command on this machine) or ``"ray"``.
@@ -135,7 +119,6 @@ class Lottery:
         self._left_s = left_s
         self._random = random.Random(seed)
         self._environment = {"RAY_ADDRESS": cluster.address if cluster else "", TOKEN: os.environ[TOKEN]}
-        self._local: dict[tuple[str, int], list[str]] = {}
 
     @contextmanager
     def kernel(self) -> Iterator[Kernel]:
@@ -148,26 +131,6 @@ class Lottery:
             kernel.run(PREAMBLE)
             kernel.run(CELL)
             yield kernel
-
-    # --- failures ------------------------------------------------------------------------------------------------
-
-    def fail(self, kernel: Kernel, what: str) -> Draw:
-        """Let a random rank fail; compare the error with the local engine's error."""
-        who = -1 if what == "unpicklable result" else self._random.randrange(4)
-        if (what, who) not in self._local:
-            self._local[what, who] = self._error_of(kernel, what, who, "engine='local', num_nodes=1")
-        began_s = time.monotonic()
-        there = self._error_of(kernel, what, who, self._settings)
-        here = self._local[what, who]
-        wrong = "" if there == here and here[0] != "nothing" else f"\n{there}\ninstead of\n{here}"
-        seconds = time.monotonic() - began_s
-        left, left_s = self._what_is_left(kernel)
-        return Draw("failure", f"{what} in rank {who}", wrong or left, seconds, left_s)
-
-    def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
-        value = kernel.run(f"error_of({what!r}, {who}, {settings})").value
-        # The end of the other ranks depends on how soon they were signalled.
-        return [re.sub(r"PATH\n.*", "PATH", comparable(str(part)), flags=re.DOTALL) for part in value]
 
     # --- kills ---------------------------------------------------------------------------------------------------
 
@@ -348,7 +311,6 @@ def main() -> None:
     """Draw as often as the arguments say; print each bad draw, and times."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="processes", choices=VICTIMS)
-    parser.add_argument("--failures", type=int, default=50)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument(
         "--span", type=float, default=12.0, help="seconds of a launch in which victims are killed"
@@ -388,10 +350,6 @@ def main() -> None:
 
 
 def _draw(lottery: Lottery, options: argparse.Namespace) -> Iterator[Draw]:
-    if options.failures:
-        with lottery.kernel() as kernel:
-            for number in range(options.failures):
-                yield lottery.fail(kernel, FAILURES[number % len(FAILURES)])
     spans = {False: options.span, True: options.kept_span}
     plan = _plan(options.victims or VICTIMS[lottery.engine])
     with lottery.kernel() if options.kills else nullcontext() as kernel:
