@@ -201,31 +201,26 @@ def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
         state = folder.process_state(record)  # read first: if the process has ended, all files exist
         return _line_of(folder, record, state, folder.load_end()), record
     except Unusable as error:
-        status, reason = _status_of_unreadable(folder, error)
-        return _unusable_line(folder, status, reason), record
+        status, reason = error.status, error.reason
+        if status == "other version":
+            runs = folder.process_state(error.head) is ProcessState.RUNS
+            status, reason = "running" if runs else status, _only_by(error.head, reason)
+        return _line_without_record(folder.path, status, reason, folder.path.stat().st_ctime), record
     except LookupError:
         return None, None  # not a job's folder
     except FileNotFoundError:
         raise
     except OSError as error:
-        return _unusable_line(folder, "damaged", str(error)), record
-
-
-def _status_of_unreadable(folder: JobFolder, error: Unusable) -> tuple[str, str]:
-    """Return the status of a job whose record can't be read, and what is wrong with the record."""
-    if error.status != "other version":
-        return error.status, error.reason
-    runs = folder.process_state(error.head) is ProcessState.RUNS
-    return "running" if runs else error.status, _only_by(error.head, error.reason)
+        return _line_without_record(folder.path, "damaged", str(error), folder.path.stat().st_ctime), record
 
 
 def _only_by(head: Head, reason: str) -> str:
     return f"launched by {head.launcher}, which can attach to it: {reason}"
 
 
-def _unusable_line(folder: JobFolder, status: str, problem: str) -> JobSummary:
-    name, launched_s = folder.id.rpartition("-")[0], folder.path.stat().st_ctime
-    return JobSummary(folder.id, name, status, 0, "", launched_s, 0.0, folder.path, problem, False)
+def _line_without_record(path: Path, status: str, problem: str, started_s: float) -> JobSummary:
+    name = path.name.rpartition("-")[0]
+    return JobSummary(path.name, name, status, 0, "", started_s, 0.0, path, problem, False)
 
 
 def _line_of(folder: JobFolder, record: Record, state: ProcessState, end: End | None) -> JobSummary:
@@ -288,8 +283,7 @@ def _unrestored_line(folder: Path, served: Served) -> JobSummary:
     if served.record is not None:
         return _summary(folder, served.record, "running", time.time(), problem)
     problem = f"{problem}; launched by another version of nblaunch"
-    name = folder.name.rpartition("-")[0]
-    return JobSummary(folder.name, name, "running", 0, "", time.time(), 0.0, folder, problem, False)
+    return _line_without_record(folder, "running", problem, time.time())
 
 
 def _served(skipped: Collection[str] = ()) -> dict[Path, tuple[str, Served]]:
