@@ -136,8 +136,9 @@ class JobFolder(LogFolder):
         self._patience_s = patience_s
         self.user_key = b""
 
-    def open(self) -> int:
-        """Open the folder; return its descriptor.
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open the folder for the duration of the block, and yield its descriptor.
 
         Raises:
             PermissionError: other users can change it.
@@ -146,16 +147,11 @@ class JobFolder(LogFolder):
         place = self.path.parent
         try:
             with files.private_folder(place) as home_fd:
-                self.user_key = self.user_key or home.read_key(home_fd)
+                self.user_key = self.user_key or files.read(home_fd, home.KEY_NAME) or b""
                 place = self.path
-                return files.open_private(self.id, home_fd)
+                fd = files.open_private(self.id, home_fd)
         except PermissionError as error:
             raise home.private_problem(place, error) from None
-
-    @contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open the folder for the duration of the block; raise the same errors as :meth:`open`."""
-        fd = self.open()
         try:
             yield fd
         finally:

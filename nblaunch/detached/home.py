@@ -83,11 +83,6 @@ def present_homes() -> list[Path]:
     return [state, temporary / "detached"] if is_own else [state]
 
 
-def read_key(home_fd: int) -> bytes:
-    """Return the user's key; empty if there is none."""
-    return files.read(home_fd, KEY_NAME) or b""
-
-
 def private_problem(path: Path, error: PermissionError) -> PermissionError:
     """Return the error for a folder that :func:`files.open_private` rejected, with advice."""
     if error.errno is not None:  # a system error: this user may not enter it
@@ -125,21 +120,14 @@ def _made_key(path: Path) -> bytes:
     Raises:
         OSError: the folder or the key can't be created. An error without an errno means that the folder exists but
             other users can change it.
+        LaunchError: the key is damaged.
     """
     files.make_private_folder(path)
     try:
         with files.private_folder(path) as fd:
-            return checked_key(path, files.make_once(fd, KEY_NAME, secrets.token_bytes(_KEY_BYTES)))
+            key = files.make_once(fd, KEY_NAME, secrets.token_bytes(_KEY_BYTES))
     except PermissionError as error:
         raise private_problem(path, error) from None
-
-
-def checked_key(path: Path, key: bytes) -> bytes:
-    """Check and return a key.
-
-    Raises:
-        LaunchError: it is damaged.
-    """
     if len(key) != _KEY_BYTES:
         raise LaunchError(
             f"the key {path / KEY_NAME} is damaged ({len(key)} bytes, not {_KEY_BYTES}): remove it. Results of "
