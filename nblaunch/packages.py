@@ -139,6 +139,28 @@ def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Funct
     return name
 
 
+def replaces(owner: Any, name: str, *others: Any) -> Callable[[_Function], _Function]:
+    """Return a decorator that puts a function in the place of ``owner.name``, in this process; see
+    :func:`replacement_of`.
+
+    Args:
+        owner: a class or module.
+        name: name of its function.
+        others: modules that may have imported the function under the same name.
+    """
+    original = getattr(owner, name)
+
+    def put(replacement: _Function) -> _Function:
+        replacement_of(original)(replacement)
+        setattr(owner, name, replacement)
+        for other in others:
+            if getattr(other, name, None) is original:
+                setattr(other, name, replacement)
+        return replacement
+
+    return put
+
+
 _uncounted: dict[int, tuple[CodeType, CodeType]] = {}
 """Id of a replacement's code object -> this object, and its copy with the changed file name."""
 
@@ -175,12 +197,10 @@ def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
     """Call ``act(instance)`` before each call of a method of ``cls``, in this process."""
     method = getattr(cls, name)
 
-    @replacement_of(method)
+    @replaces(cls, name)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         act(self)
         return method(self, *args, **kwargs)
-
-    setattr(cls, name, call)
 
 
 def mark_as_own(instance: Any) -> None:

@@ -150,14 +150,12 @@ def _keep_groups_apart(rendezvous: Any) -> None:
     if connect is None:
         return
 
-    @packages.replacement_of(connect)
+    @packages.replaces(rendezvous, "_create_c10d_store")
     def connect_and_name(*args: Any, **kwargs: Any) -> Any:
         store, number = connect(*args, **kwargs), next(_numbers)
         return (
             store if number == 0 else sys.modules["torch.distributed"].PrefixStore(f"group_{number}", store)
         )
-
-    rendezvous._create_c10d_store = connect_and_name
 
 
 @packages.defines_replacements
@@ -173,15 +171,13 @@ def _wait_interruptibly(c10d: Any, *, master_port: int) -> None:
     if create is None:
         return
 
-    @packages.replacement_of(create)
+    @packages.replaces(c10d, "_new_process_group_helper")
     def create_with_all_ranks(
         size: int, rank: int, ranks: Sequence[int], backend: Any, store: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if not ranks and _port_of(store) == master_port:  # the list is empty for the default group
             _wait_for_all(store, size, kwargs.get("timeout") or _TIMEOUT)
         return create(size, rank, ranks, backend, store, *args, **kwargs)
-
-    c10d._new_process_group_helper = create_with_all_ranks
 
 
 def _port_of(store: Any) -> int | None:

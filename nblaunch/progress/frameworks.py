@@ -46,12 +46,10 @@ def _watch_trainer(module: Any) -> None:
             plain_loops().sums_losses = False
             _set_plan(None)
 
-    @packages.replacement_of(call)
+    @packages.replaces(module.CallbackHandler, "call_event")
     def call_and_report(self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         report(event, state)
         return call(self, event, args, state, control, **kwargs)
-
-    module.CallbackHandler.call_event = call_and_report
 
 
 def _hide_table(module: Any) -> None:
@@ -70,15 +68,13 @@ def _watch_lightning(module: Any) -> None:
     fit = module.Trainer.fit
     reporting: list[Any] = []
 
-    @packages.replacement_of(fit)
+    @packages.replaces(module.Trainer, "fit")
     def fit_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not reporting:
             reporting.append(_lightning_callback(module.Callback))
         if reporting[0] not in self.callbacks:
             self.callbacks.append(reporting[0])
         return fit(self, *args, **kwargs)
-
-    module.Trainer.fit = fit_and_report
 
 
 def _lightning_callback(base: type[Any]) -> Any:
@@ -121,9 +117,7 @@ def _watch_fastai(module: Any) -> None:
         elif event_name == "after_fit":
             _set_plan(None)
 
-    @packages.replacement_of(call)
+    @packages.replaces(module.Learner, "__call__")
     def call_and_report(self: Any, event_name: Any) -> Any:
         report(self, event_name)
         return call(self, event_name)
-
-    module.Learner.__call__ = call_and_report

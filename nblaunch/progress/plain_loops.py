@@ -72,7 +72,7 @@ def _watch_loaders(module: Any) -> None:
     read = iterator.__next__
     spans = context.current().slot.spans
 
-    @packages.replacement_of(read)
+    @packages.replaces(iterator, "__next__")
     def read_and_note(self: Any) -> Any:
         began_s = monotonic()
         try:
@@ -97,8 +97,6 @@ def _watch_loaders(module: Any) -> None:
         except Exception as error:
             give_up(error)
         return batch
-
-    iterator.__next__ = read_and_note
 
 
 def leave_out(iterator: Any) -> None:
@@ -148,14 +146,12 @@ def _watch_backward(module: Any) -> None:
 def _watch_scaler(module: Any) -> None:
     scale = module.GradScaler.scale
 
-    @packages.replacement_of(scale)
+    @packages.replaces(module.GradScaler, "scale")
     def scale_and_note(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
         if scaled is not outputs and hasattr(scaled, "grad_fn"):
             setattr(scaled, _LOSS, outputs)
         return scaled
-
-    module.GradScaler.scale = scale_and_note
 
 
 def _note_step(frame: FrameType, has_arguments: bool) -> None:

@@ -138,14 +138,12 @@ class _Hooks:
         if create is None:
             return
 
-        @packages.replacement_of(create)
+        @packages.replaces(c10d, "_new_process_group_helper")
         def record_and_create(size: Any, rank: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
             if ranks:  # empty for the default group
                 with suppress(Exception):
                     self._recorder.note_new_group(tuple(ranks))
             return create(size, rank, ranks, *args, **kwargs)
-
-        c10d._new_process_group_helper = record_and_create
 
     def _recording(self, original: Callable[..., Any], describe: _Describe) -> Callable[..., Any]:
         group_of = self._recorder.group_of
@@ -171,15 +169,13 @@ class _Hooks:
         """Record how long Python code waits for collectives. Waits inside torch's C++ code have no spans."""
         wait, recorder = c10d.Work.wait, self._recorder
 
-        @packages.replacement_of(wait)
+        @packages.replaces(c10d.Work, "wait")
         def wait_and_record(work: Any, *args: Any, **kwargs: Any) -> Any:
             began_s = monotonic()
             try:
                 return wait(work, *args, **kwargs)
             finally:
                 spans.put(SpanKind.COLLECTIVE, began_s, monotonic(), _PLACES.get(recorder.last_kind, -1))
-
-        c10d.Work.wait = wait_and_record
 
     def _methods(self) -> dict[str, _Describe]:
         """Return a description function for each method of ``ProcessGroup``, under all names that torch releases give
@@ -372,7 +368,7 @@ class _Hooks:
         # Torch calls every module through one function, which calls either the wrapper's forward or one of the user's.
         find, write = recorder.notes_of(FORWARD, 1, compared=0)
 
-        @packages.replacement_of(construct)
+        @packages.replaces(cls, "__init__")
         def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
             with suppress(Exception):  # invalid arguments, or an unusual module
                 self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
@@ -380,7 +376,7 @@ class _Hooks:
             self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
             ddp._nblaunch_model = f"model {next(self._models)}"
 
-        @packages.replacement_of(forward)
+        @packages.replaces(cls, "forward")
         def record_and_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
             if not is_compiling():
                 pg, group = ddp.process_group, recorder.last_group
@@ -394,7 +390,6 @@ class _Hooks:
             return forward(ddp, *inputs, **kwargs)
 
         cls._nblaunch_model = ""  # each instance has its number, in the order of construction
-        cls.__init__, cls.forward = record_and_construct, record_and_forward
 
     def _record_model(self, arguments: dict[str, Any]) -> None:
         pg, mesh = arguments.get("process_group"), arguments.get("device_mesh")

@@ -101,9 +101,10 @@ class FileWrites:
     @packages.defines_replacements
     def _watch_saves(self, module: Any, *, name: str, place: int) -> None:
         original: Callable[..., Any] = getattr(module, name)
+        package = sys.modules.get(module.__name__.rpartition(".")[0])
         slot = self._slot
 
-        @packages.replacement_of(original)
+        @packages.replaces(module, name, package)
         def save_and_report(*args: Any, **kwargs: Any) -> Any:
             file = args[place] if 0 <= place < len(args) else kwargs.get("f", kwargs.get("filename"))
             observation = self._observe(file, sys._getframe(1), _SAVERS, "")
@@ -115,12 +116,6 @@ class FileWrites:
             finally:
                 if slot.spans is not None:
                     slot.spans.put(SpanKind.SAVE, began_s, monotonic(), value=_size_of(file))
-
-        # Packages that imported the function re-export it under their own name.
-        package = sys.modules.get(module.__name__.rpartition(".")[0])
-        for owner in (module, package):
-            if getattr(owner, name, None) is original:
-                setattr(owner, name, save_and_report)
 
     def note_opened(self, file: Any, frame: FrameType, opened: Any, newline: str | None) -> Any:
         """Report a file that ``open`` has truncated; report its contents when it is closed.

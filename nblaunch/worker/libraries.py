@@ -63,13 +63,11 @@ def _watch_bars(module: Any, slot: Slot) -> None:
     """Count updates of bars, at most ten per second while the function iterates over a bar."""
     update = module.tqdm.update
 
-    @packages.replacement_of(update)
+    @packages.replaces(module.tqdm, "update")
     def update_and_note(self: Any, n: float | None = 1) -> Any:
         if n:
             slot.note_progress()
         return update(self, n)
-
-    module.tqdm.update = update_and_note
 
 
 def _recorder_of_collections(spans: SpanWriter) -> Callable[[str, dict[str, int]], None]:
@@ -285,14 +283,12 @@ def _let_ranks_meet_elsewhere(topology: Topology) -> None:
     def watch(module: Any) -> None:
         create = module._create_c10d_store
 
-        @packages.replacement_of(create)
+        @packages.replaces(module, "_create_c10d_store")
         def create_at_rank_0(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
             if port == topology.master_port:
                 return create(hostname, port, *args, **kwargs)
             with env.patched({_AGENT_STORE: None}):
                 return create(hostname, port, *args, **kwargs)
-
-        module._create_c10d_store = create_at_rank_0
 
     packages.observe_when_imported("torch.distributed.rendezvous", watch)
 
@@ -308,15 +304,11 @@ def _let_spawned_ranks_meet(topology: Topology) -> None:
     def watch(module: Any) -> None:
         start = module.start_processes
 
-        @packages.replacement_of(start)
+        @packages.replaces(module, "start_processes", sys.modules[module.__package__])
         def start_without_store(*args: Any, **kwargs: Any) -> Any:
             port = {"MASTER_PORT": str(_free_port())} if topology.world_size == 1 else {}
             with env.patched({_AGENT_STORE: None, **port}):  # the rank itself may still join a group
                 return start(*args, **kwargs)
-
-        for holder in (module, sys.modules[module.__package__]):  # the package may have its own reference
-            if getattr(holder, start.__name__, start) is start:
-                setattr(holder, start.__name__, start_without_store)
 
     packages.observe_when_imported("torch.multiprocessing.spawn", watch)
 

@@ -112,14 +112,12 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
     """Close the kernel's connection when the pool hands it out, before the pool prepares a proxy."""
     take = module.HTTPConnectionPool._get_conn
 
-    @packages.replacement_of(take)
+    @packages.replaces(module.HTTPConnectionPool, "_get_conn")
     def take_here(self: Any, *args: Any, **kwargs: Any) -> Any:
         connection = take(self, *args, **kwargs)
         if _is_kernels(connection.sock, channels):
             connection.close()
         return connection
-
-    module.HTTPConnectionPool._get_conn = take_here
 
 
 def _renew_in_log_handlers(module: Any, channels: Collection[Identity]) -> None:
@@ -137,13 +135,11 @@ def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
     """Treat the kernel's connection as expired, so that the pool, which ``httpx`` also uses, opens another."""
     has_expired = module.HTTPConnection.has_expired
 
-    @packages.replacement_of(has_expired)
+    @packages.replaces(module.HTTPConnection, "has_expired")
     def has_expired_here(self: Any) -> Any:
         stream = getattr(self._connection, "_network_stream", None)
         used = None if stream is None else stream.get_extra_info("socket")
         return _is_kernels(used, channels) or has_expired(self)
-
-    module.HTTPConnection.has_expired = has_expired_here
 
 
 _CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {

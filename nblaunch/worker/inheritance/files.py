@@ -148,12 +148,12 @@ class KernelFiles:
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
-        @packages.replacement_of(loop)  # keeps the name, by which a fresh process finds the original
+        @packages.replaces(
+            module, "_worker_loop"
+        )  # keeps the name, by which a fresh process finds the original
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
             positions.renew(OpenDescriptors.of_this_process(self._left_out).files)
             loop(*args, **kwargs)
-
-        module._worker_loop = renew_and_loop
 
 
 def _write(

@@ -188,14 +188,13 @@ def _watch_loaders(module: Any) -> None:
     loader, iterator = (getattr(module, name) for name in _LOADERS[module.__name__])
     end = iterator._shutdown_workers
 
-    @packages.replacement_of(end)
+    @packages.replaces(iterator, "_shutdown_workers")
     def end_here(self: Any) -> None:
         if not _serves_kernel(self):  # the kernel's processes share an event and would end
             end(self)
 
     packages.call_before(loader, "__iter__", _forget_iterator)
     packages.call_before(iterator, "_next_data", _reject_read)
-    iterator._shutdown_workers = end_here
 
 
 def _serves_kernel(iterator: Any) -> bool:

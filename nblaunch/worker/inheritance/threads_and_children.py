@@ -116,7 +116,7 @@ def _stop(listener: Any) -> None:
 def _watch_joins() -> None:
     join = threading.Thread.join
 
-    @packages.replacement_of(join)
+    @packages.replaces(threading.Thread, "join")
     def join_here(self: threading.Thread, timeout: float | None = None) -> None:
         if id(self) not in _reported and any(self is thread for thread in _threads):
             caller = sys._getframe(1)
@@ -124,8 +124,6 @@ def _watch_joins() -> None:
                 _reported.add(id(self))
                 _report_join(self.name, caller.f_lineno)
         join(self, timeout)
-
-    threading.Thread.join = join_here  # type: ignore[method-assign]
 
 
 def _report_join(name: str, line: int) -> None:
@@ -156,7 +154,7 @@ def watch_children(*, is_forked_here: bool = False) -> None:
     cls: Any = subprocess.Popen
     poll, try_wait = cls._internal_poll, cls._try_wait
 
-    @packages.replacement_of(poll)
+    @packages.replaces(cls, "_internal_poll")
     def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
         if self.returncode is not None or packages.is_own(self):
             result: int | None = poll(self, *args, **kwargs)
@@ -166,7 +164,7 @@ def watch_children(*, is_forked_here: bool = False) -> None:
             self._handle_exitstatus(status)
         return None if status is None else self.returncode
 
-    @packages.replacement_of(try_wait)
+    @packages.replaces(cls, "_try_wait")
     def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
         if packages.is_own(self):
             result: tuple[int, int] = try_wait(self, wait_flags)
@@ -178,7 +176,6 @@ def watch_children(*, is_forked_here: bool = False) -> None:
         return self.pid, status
 
     packages.call_before(cls, "__init__", packages.mark_as_own)
-    cls._internal_poll, cls._try_wait = poll_here, try_wait_here
 
 
 def _status(pid: int) -> int | None:

@@ -105,7 +105,7 @@ def take_over_mlflow_runs(fluent: Any, runs: Sequence[Any]) -> None:
     start, end = fluent.start_run, fluent.end_run
     _set_mlflow_runs(fluent, runs)
 
-    @packages.replacement_of(start)
+    @packages.replaces(fluent, "start_run", sys.modules.get("mlflow"))
     def start_run(*args: Any, **kwargs: Any) -> Any:
         present = mlflow_runs(fluent)
         if not kwargs.get("nested") and present and _is_among(present[-1], runs):
@@ -116,9 +116,6 @@ def take_over_mlflow_runs(fluent: Any, runs: Sequence[Any]) -> None:
         while (present := mlflow_runs(fluent)) and not _is_among(present[-1], runs):
             end()
 
-    for module in (fluent, sys.modules.get("mlflow")):
-        if getattr(module, "start_run", None) is start:
-            module.start_run = start_run  # type: ignore[union-attr]
     atexit.unregister(fluent._safe_end_run)
     atexit.register(end_own_runs)
 

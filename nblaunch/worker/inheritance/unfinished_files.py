@@ -166,7 +166,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
             packages.call_before(cls, name, _rejecting(is_kernels, writer.what, name_of))
     for name in writer.ends:
         if hasattr(cls, name):
-            setattr(cls, name, _leaving_to_kernel(getattr(cls, name), is_kernels))
+            _leave_to_kernel(cls, name, is_kernels)
 
 
 def _descriptor(obj: Any, path: str) -> int:
@@ -205,15 +205,15 @@ def _rejecting(
     return reject_if_kernels
 
 
-def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], bool]) -> Callable[..., Any]:
-    @packages.replacement_of(method)
+def _leave_to_kernel(cls: Any, name: str, is_kernels: Callable[[Any], bool]) -> None:
+    method = getattr(cls, name)
+
+    @packages.replaces(cls, name)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_kernels(self):
             return method(self, *args, **kwargs)
         _abandoned.append(self)
         return None
-
-    return call
 
 
 class UnfinishedFileError(RuntimeError):
