@@ -41,7 +41,7 @@ from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
-from nblaunch.worker.inheritance import missing_names
+from nblaunch.worker.inheritance import fresh_processes
 
 T = TypeVar("T")
 
@@ -447,7 +447,7 @@ class Session(RankCommands):
             report = self._client.request(ranks, command, files)
         for rank, failed_there in report.failed.items():
             if failed_there.info.type_name == "NameError":
-                evidence = missing_names.explain_in_session(failed_there.info.message)
+                evidence = fresh_processes.explain_in_session(failed_there.info.message)
                 report.failed[rank] = replace(failed_there, evidence=(*failed_there.evidence, *evidence))
         if failed_on := sorted(report.failed):
             root = find_root_cause(report)

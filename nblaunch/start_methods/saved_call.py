@@ -24,8 +24,8 @@ from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sour
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.worker import output
-from nblaunch.worker.inheritance import connections, missing_names
-from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
+from nblaunch.worker.inheritance import connections, fresh_processes
+from nblaunch.worker.inheritance.fresh_processes import Place
 from nblaunch.worker.inheritance.random_states import RandomStates
 from nblaunch.worker.inheritance.settings import KernelSettings
 
@@ -68,7 +68,7 @@ class SavedCall:
         sources = capture_sources()
         return cls(
             fd=fd,
-            modules=places_of_this_process(),
+            modules=fresh_processes.places_of_this_process(),
             settings=KernelSettings.of_this_process([*sources.values(), *_text_of_script()]),
             random_states=RandomStates.of_this_process(),
             environment={**_hash_seed(), **env.snapshot(), **connections.environment_of_ray()},
@@ -78,7 +78,7 @@ class SavedCall:
             authkey=bytes(multiprocessing.current_process().authkey),
             sources=sources,
             has_shell="IPython.core.interactiveshell" in sys.modules,
-            names=missing_names.names_of_this_process(),
+            names=fresh_processes.names_of_this_process(),
         )
 
     def restore_surroundings(self) -> None:
@@ -90,13 +90,13 @@ class SavedCall:
 
     def load(self) -> tuple[FunctionCall, int]:
         """Return the call, and the address of its memory file; restore settings and random states."""
-        find_at(self.modules)
+        fresh_processes.find_at(self.modules)
         multiprocessing.current_process().authkey = self.authkey
         with heap.growing():  # most of the time is spent on imports of the user's modules
             loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
         self.random_states.restore_in_worker()
-        missing_names.remember(self.names)
+        fresh_processes.remember(self.names)
         return loaded
 
     def close(self) -> None:

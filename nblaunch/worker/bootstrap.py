@@ -69,9 +69,9 @@ from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import (
     connections,
+    fresh_processes,
     kernel_only,
     lost_changes,
-    missing_names,
     queues,
     tracker_runs,
     unfinished_files,
@@ -175,7 +175,7 @@ class _Worker:
         changes = lost_changes.Changes(
             function,
             args,
-            is_forked=not missing_names.is_fresh_process(),
+            is_forked=not fresh_processes.is_fresh_process(),
             advice="" if assignment.wanted_optimizers else lost_changes.IN_A_LAUNCH,
             collected=delivery.modules,
         )
@@ -294,7 +294,7 @@ class _Worker:
     def _watch_imports(self) -> None:
         """Explain slow imports on the first rank only, because all ranks import the same packages."""
         if self.assignment.rank == 0:
-            is_fresh = self.files is None or missing_names.is_fresh_process()
+            is_fresh = self.files is None or fresh_processes.is_fresh_process()
             # A script's ranks have no kernel in which the user could import something before the launch.
             import_times.watch(is_fresh or self.assignment.is_script, self._note)
 
@@ -344,7 +344,7 @@ class _Worker:
         """Return evidence for ``error``: connections, names, processes, the device. A failure never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
-            of_names = missing_names.explain(error)
+            of_names = fresh_processes.explain(error)
             of_processes = (*connections.explain_process(error), *libraries.explain_launcher(error))
             of_device = backends.find(self.assignment.backend).explain_failure(error)
             return *of_connections, *of_names, *of_processes, *of_device

@@ -94,7 +94,7 @@ def test_spawned_processes_find_the_kernels_modules(shared: Kernel) -> None:
 def test_importable_modules_are_not_sent(shared: Kernel) -> None:
     places = shared.run(
         "import nblaunch, textwrap, torch, pandas\n"
-        "from nblaunch.worker.inheritance.modules import places_of_this_process\n"
+        "from nblaunch.worker.inheritance.fresh_processes import places_of_this_process\n"
         "sorted(places_of_this_process())"
     ).value
     assert places == ["helper", "inside", "package", "package.part", "recipe", "within", "within.deep"]
