@@ -2,12 +2,11 @@
 
     watch.py       runs the checks in the first steps, and in a few later ones
     check.py       the interface of a check
-    gradients.py   gradients that are never cleared, never computed, or overflow in every step
-    clipping.py    gradients that are clipped too late, or while they still contain fp16's scale
+    gradients.py   gradients that are never cleared, never computed, overflow in every step, or are clipped too late
+                   or while they still contain fp16's scale
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
-    data.py        loaders that were not prepared
-    noise.py       loaders whose processes draw the same random numbers
+    data.py        loaders that were not prepared, or whose processes draw the same random numbers
     hints.py       behaviour that is often a mistake but may be intended; shown on request
 
 A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and reports

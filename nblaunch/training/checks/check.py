@@ -5,33 +5,18 @@ from __future__ import annotations
 import weakref
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-Report = Callable[..., None]
-"""``report(check, problem, advice, value, judged_by, step)``: sends an observation of a check."""
-
-
-class Prepared(Protocol):
-    """The objects that checks examine: those that an Accelerator has prepared."""
-
-    models: Any
-    optimizers: Any
-    schedulers: Any
-    accumulation: Any
-    precision: Any
-    shared: Any
-    strategy: Any
+Prepared = Any
+"""The Accelerator's :class:`~nblaunch.training.prepare.Preparer`, which holds the objects that checks examine."""
 
 
 class Check(ABC):
     """Base class of checks, each of which looks for one kind of error.
 
     In the steps that it examines, the watch calls a check's methods. In this class, they do nothing.
-
-    Args:
-        report: sends an observation.
     """
 
     name: ClassVar[str]
@@ -40,8 +25,8 @@ class Check(ABC):
     is_hint: ClassVar[bool] = False
     """Whether the observed behaviour may be intended. Hints are shown only on request."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    send: Callable[..., None]
+    """``send(check, problem, advice, value, judged_by, step)`` sends an observation; the watch sets it."""
 
     def begin_window(self) -> None:
         """Forget the steps that were examined before, because other steps have passed since.
@@ -80,7 +65,7 @@ class Check(ABC):
 
         Pass ``step`` if ranks do not step together; None: the number of steps of this rank's optimizers.
         """
-        self._report(self, problem, advice, value, judged_by, step)
+        self.send(self, problem, advice, value, judged_by, step)
 
 
 class Streaks:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from nblaunch import formatting
-from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.checks.check import Check, Prepared, parameters_of
 from nblaunch.training.checks.replicas import Changes, elements_of
 from nblaunch.training.models import bare_module
 
@@ -27,8 +27,7 @@ class LossDividedTwice(Check):
     name = "loss_divided_twice"
     is_hint = True
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self._count = 0
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -66,8 +65,7 @@ class TrainModeEvaluation(Check):
     name = "evaluation_in_train_mode"
     is_hint = True
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self._versions: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
     def before_loop(self, prepared: Prepared) -> None:
@@ -228,8 +226,7 @@ class NeverStepped(Check):
     # A loop might only analyse gradients, or combine the gradients of many losses before it steps, so a later
     # step cancels the hint.
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self._num_cleared = 0
         self._has_stepped = False
         self._changes = Changes()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.checks.check import Check, Prepared, parameters_of
 
 _NUM_TENSORS = 64
 _NUM_ELEMENTS = 2  # of each tensor
@@ -32,8 +32,7 @@ class DifferentReplicas(Check):
 
     name = "replicas_differ"
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self.left_out: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
@@ -75,8 +74,7 @@ class StepsOnSomeRanks(Check):
 
     name = "steps_on_some_ranks"
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[torch.nn.Module, Changes] = weakref.WeakKeyDictionary()
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Report, Streaks
+from nblaunch.training.checks.check import Check, Prepared, Streaks
 
 _NUM_ZERO = 5  # consecutive steps; a warm-up from 0 has one
 _NUM_WINDOWS = 2
@@ -88,8 +88,7 @@ class ScheduledEpochs(Check):
     name = "scheduler_per_epoch"
     is_hint = True
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    def __init__(self) -> None:
         self._num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

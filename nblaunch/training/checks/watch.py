@@ -18,9 +18,16 @@ from nblaunch import env
 from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
 from nblaunch.training.checks.check import Check, Prepared
-from nblaunch.training.checks.clipping import LateClipping, ScaledClipping, measures_only, observe_torch
-from nblaunch.training.checks.data import FixedOrder, SameSamples
-from nblaunch.training.checks.gradients import CollapsedScale, ForeignParameters, UnclearedGradients
+from nblaunch.training.checks.data import EqualNoise, FixedOrder, SameSamples
+from nblaunch.training.checks.gradients import (
+    CollapsedScale,
+    ForeignParameters,
+    LateClipping,
+    ScaledClipping,
+    UnclearedGradients,
+    measures_only,
+    observe_torch,
+)
 from nblaunch.training.checks.hints import (
     DifferentOrders,
     EvalModeTraining,
@@ -30,7 +37,6 @@ from nblaunch.training.checks.hints import (
     TrainModeEvaluation,
     UntrainedParameters,
 )
-from nblaunch.training.checks.noise import EqualNoise
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics, StepsOnSomeRanks
 from nblaunch.training.checks.schedules import ScheduledEpochs, ScheduledMicroSteps, ZeroLearningRate
 
@@ -61,8 +67,10 @@ class Watch:
         self._context = weakref.ref(process)
         self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
-            kind(self.report) for kind in CHECKS if not env.is_check_off(kind.name)
+            kind() for kind in CHECKS if not env.is_check_off(kind.name)
         ]  # fmt: skip
+        for check in self._checks:
+            check.send = self.report
         self._prepared: Prepared | None = None
         self._evaluated_alone: tuple[int | None, int] | None = None
         self._remove_hook: Callable[[], None] | None = None
