@@ -24,7 +24,13 @@ import pytest
 from nblaunch.diagnosis.silent_errors import SilentErrors
 from nblaunch.events import Event, Note, Observation
 
-_GUARDED = ("tests/integration/", "tests/progress/", "tests/session/", "tests/training/", "tests/weights/")
+_GUARDED = (
+    "tests/integration/",
+    "tests/progress/",
+    "tests/session/",
+    "tests/training/",
+    "tests/test_weights.py",
+)
 _NAMES = re.compile(r"NBLAUNCH_CHECKS=-(\w+)|^\d+ hints? about the training loop \((.*?)\)")
 _KINDS = {"slow": "slow_steps", "hang": "hang"}
 _ABOUT_MACHINE = re.compile(r"\bcores?\b|control group|virtual machine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nblaunch.weights.sharded import ShardedTensor, TensorShard
+from nblaunch.weights import ShardedTensor, TensorShard
 
 
 def test_shards_fill_their_positions() -> None:

@@ -24,7 +24,7 @@ from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.weights import listed
 from nblaunch.user_code import from_first_user_frame
-from nblaunch.weights.sharded import TensorShard
+from nblaunch.weights import TensorShard
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult

@@ -18,8 +18,9 @@ from nblaunch import formatting
 from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.user_code import used_by
-from nblaunch.weights.sharded import ShardedTensor, TensorShard
-from nblaunch.weights.state_dicts import (
+from nblaunch.weights import (
+    ShardedTensor,
+    TensorShard,
     give_own_memory,
     is_quantised_weight,
     shape_mismatches,

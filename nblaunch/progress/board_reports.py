@@ -27,7 +27,7 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 from nblaunch.wire.spans import SpanKind, start_of
 

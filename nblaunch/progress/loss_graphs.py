@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights import is_sharded
 from nblaunch.wire.board import Slot
 
 _MAX_NODES = 256  # of a graph

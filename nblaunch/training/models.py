@@ -40,8 +40,7 @@ from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.weights.sharded import is_sharded
-from nblaunch.weights.state_dicts import is_quantised_weight, without_wrappers_inside
+from nblaunch.weights import is_quantised_weight, is_sharded, without_wrappers_inside
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -118,7 +117,7 @@ def bare_module(model: Any) -> Any:
 def plain_module(model: Any) -> Any:
     """Return the user's module without any wrappers around or inside it.
 
-    Files use the names of its tensors; see ``weights/state_dicts.py``.
+    Files use the names of its tensors; see ``weights.py``.
     """
     return without_wrappers_inside(bare_module(model))
 

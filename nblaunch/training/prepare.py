@@ -33,7 +33,7 @@ from nblaunch.training.precision import Precision
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
-from nblaunch.weights.state_dicts import give_own_memory
+from nblaunch.weights import give_own_memory
 
 # DDP's constructor and the first step of an optimizer import the compiler; sympy takes a quarter of that time.
 early_imports.plan(*early_imports.COMPILER)

@@ -16,10 +16,13 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.weights.sharded import is_fsdp1_module, is_fsdp_module, is_sharded, shards_to_send
-from nblaunch.weights.state_dicts import (
+from nblaunch.weights import (
+    is_fsdp1_module,
+    is_fsdp_module,
+    is_sharded,
     quantised_entries,
     shape_mismatches,
+    shards_to_send,
     trained_samples,
     without_wrappers_inside,
 )

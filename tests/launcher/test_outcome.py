@@ -17,7 +17,7 @@ from nblaunch.launcher.outcome import EndedAttempt
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.weights.sharded import TensorShard
+from nblaunch.weights import TensorShard
 from nblaunch.wire.outbox import RankResult
 
 

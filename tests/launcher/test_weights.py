@@ -11,7 +11,7 @@ from torch import nn
 
 from nblaunch.launcher import weights
 from nblaunch.launcher.weights import assembled, load_into, merge_ranks
-from nblaunch.weights.sharded import TensorShard
+from nblaunch.weights import TensorShard
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Unchanged
 from tests.training.quantised_model import Adapted

@@ -15,7 +15,7 @@ import torch
 from nblaunch import Accelerator, CheckpointError, context, notebook_launcher
 from nblaunch.training.models import stays_in_place
 from nblaunch.training.shared_state import get_shared_state
-from nblaunch.weights.state_dicts import quantised_entries
+from nblaunch.weights import quantised_entries
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
 

@@ -31,7 +31,7 @@ from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.models import plain_module
 from nblaunch.training.strategies.dtensor_strategy import in_own_order
-from nblaunch.weights.state_dicts import plain_name
+from nblaunch.weights import plain_name
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 

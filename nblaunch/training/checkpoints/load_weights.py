@@ -26,9 +26,9 @@ from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import plain_module
-from nblaunch.weights.sharded import is_sharded
-from nblaunch.weights.state_dicts import (
+from nblaunch.weights import (
     give_own_memory,
+    is_sharded,
     plain_name,
     quantised_entries,
     shape_mismatches,

@@ -29,8 +29,7 @@ from nblaunch.training.checkpoints.files import (
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
-from nblaunch.weights.sharded import is_sharded
-from nblaunch.weights.state_dicts import versions_of, with_versions
+from nblaunch.weights import is_sharded, versions_of, with_versions
 
 _VERSIONS = "nblaunch.versions"  # header entry of a safetensors file with the versions of modules, as JSON
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")

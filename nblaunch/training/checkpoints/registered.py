@@ -28,11 +28,10 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant
-from nblaunch.training.collectives import containers, dtensor, nested
+from nblaunch.training.collectives import dtensor, nested
 from nblaunch.training.strategies.dtensor_strategy import load_by_places
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.weights.sharded import is_sharded
-from nblaunch.weights.state_dicts import versions_of, with_versions
+from nblaunch.weights import is_sharded, versions_of, with_versions
 
 Places = dict[str, list[int | None]]
 """Position of a leaf in a nested state -> for each mesh dimension, the tensor dimension that it shards, or None."""
@@ -330,7 +329,7 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
 
 def _counterparts(state: Any, other: Any) -> Iterator[Any]:
     """Yield, for each leaf of ``state``, the leaf at the same place in ``other``; None if there is none."""
-    parts, its_parts = containers.children(state), containers.children(other)
+    parts, its_parts = nested.children(state), nested.children(other)
     if parts is None:
         yield other if its_parts is None else None
         return

@@ -34,8 +34,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.training.strategies.base import ShardWriter
-from nblaunch.weights.sharded import is_sharded
-from nblaunch.weights.state_dicts import quantised_entries
+from nblaunch.weights import is_sharded, quantised_entries
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 

@@ -2,8 +2,7 @@
 
 operations.py   gather, reduce, broadcast and similar, over nested structures of tensors
 metrics.py      gather_for_metrics: gathers each sample of the dataset once
-nested.py       functions that walk nested structures
-containers.py   reads a container's contents, and rebuilds the container with new contents
+nested.py       walks nested structures, and rebuilds their containers with new contents
 dtensor.py      sharded tensors
 rng.py          random states: seeds and synchronises them, and saves them for checkpoints
 """

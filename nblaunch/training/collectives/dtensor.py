@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import waiting
-from nblaunch.weights.sharded import extent, is_sharded
-from nblaunch.weights.state_dicts import versions_of, with_versions
+from nblaunch.weights import extent, is_sharded, versions_of, with_versions
 
 T = TypeVar("T")
 

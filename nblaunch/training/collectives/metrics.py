@@ -29,7 +29,7 @@ import torch
 from nblaunch import formatting
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.collectives import containers, nested, operations
+from nblaunch.training.collectives import nested, operations
 
 
 def gather_for_metrics(
@@ -77,13 +77,13 @@ def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Slot(containers.Leaf):
+class _Slot(nested.Leaf):
     """A placeholder for a tensor in a structure whose other parts are pickled."""
 
     position: int
 
 
-class _Column(containers.Leaf, list[Any]):
+class _Column(nested.Leaf, list[Any]):
     """Items of all ranks."""
 
 
@@ -116,7 +116,7 @@ def _is_iterable_leaf(data: Any) -> bool:
     """Return whether ``data`` is iterable but not a container: a tensor, an array or a set, for example."""
     if isinstance(data, torch.Tensor):
         return bool(data.ndim)
-    is_leaf = containers.children(data) is None and not isinstance(data, (str, bytes, bytearray))
+    is_leaf = nested.children(data) is None and not isinstance(data, (str, bytes, bytearray))
     # Iterating over a table, such as a DataFrame, returns names, not rows.
     return (
         is_leaf and isinstance(data, Iterable) and not hasattr(data, "keys") and getattr(data, "ndim", 1) > 0
@@ -125,14 +125,14 @@ def _is_iterable_leaf(data: Any) -> bool:
 
 def _is_column(data: Any, use_gather_object: bool) -> bool:
     """Return whether ``data`` has one object per sample, rather than several columns."""
-    parts = containers.children(data)
+    parts = nested.children(data)
     if parts is None or isinstance(data, Mapping) or _is_record(data):
         return False
     if use_gather_object:
         return True
     if isinstance(data, tuple) and any(map(_is_array, parts)):
         return False  # arrays in a tuple are columns, as tensors are; a list may have one array per sample
-    if not any(isinstance(part, torch.Tensor) or containers.children(part) is not None for part in parts):
+    if not any(isinstance(part, torch.Tensor) or nested.children(part) is not None for part in parts):
         return True
     # Each dict in a sequence belongs to one sample; lists in a tuple may be columns.
     kinds = {tuple(part) if isinstance(part, Mapping) else type(part) for part in parts}
@@ -143,7 +143,7 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
 def _is_record(data: Any) -> bool:
     """Return whether ``data`` has named fields, as a named tuple or a dataclass does."""
     is_sequence = isinstance(data, Sequence)
-    return nested.is_namedtuple(data) or (not is_sequence and containers.children(data) is not None)
+    return nested.is_namedtuple(data) or (not is_sequence and nested.children(data) is not None)
 
 
 def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: bool) -> Any:
@@ -153,12 +153,12 @@ def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: 
             return _Column(data) if data.ndim else data
         tensors.append(data)
         return _Slot(len(tensors) - 1)
-    parts = containers.children(data)
+    parts = nested.children(data)
     if parts is None:
         return data
     if _is_column(data, use_gather_object):
         return _Column(data)
-    return containers.rebuilt(data, [_without_tensors(part, tensors, use_gather_object) for part in parts])
+    return nested.rebuilt(data, [_without_tensors(part, tensors, use_gather_object) for part in parts])
 
 
 def _check_structures(everyones: Sequence[Any]) -> None:
@@ -171,7 +171,7 @@ def _check_structures(everyones: Sequence[Any]) -> None:
 
 
 def _describe(structure: Any) -> str:
-    parts = containers.children(structure)
+    parts = nested.children(structure)
     if parts is None:
         if isinstance(structure, _Slot):
             return "a tensor"
@@ -192,16 +192,14 @@ def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
     if isinstance(first, _Column):
         return _Column(item for column in everyones for item in column)
     if isinstance(first, Mapping):
-        return containers.rebuilt(
-            first, [_merged([part[key] for part in everyones], gathered) for key in first]
-        )
-    parts = containers.children(first)
+        return nested.rebuilt(first, [_merged([part[key] for part in everyones], gathered) for key in first])
+    parts = nested.children(first)
     if parts is None and _is_array(first):
         return _joined(everyones)
     if parts is None:
         return None if all(part is None for part in everyones) else _PerRank(everyones)
-    columns = zip(*(containers.children(part) or () for part in everyones), strict=True)
-    return containers.rebuilt(first, [_merged(column, gathered) for column in columns])
+    columns = zip(*(nested.children(part) or () for part in everyones), strict=True)
+    return nested.rebuilt(first, [_merged(column, gathered) for column in columns])
 
 
 def _is_array(leaf: Any) -> bool:
@@ -246,12 +244,12 @@ class _Tail:
         """Return the gathered data without the added samples."""
         if isinstance(gathered, torch.Tensor):
             return self._cut_tensor(gathered)
-        parts = containers.children(gathered)
+        parts = nested.children(gathered)
         if parts is None or (self.is_short and _is_column(gathered, False)):
             return self._cut_items(gathered)
         if isinstance(gathered, Sequence) and not isinstance(gathered, tuple):
             self._check_columns(gathered, parts)
-        return containers.rebuilt(gathered, [self.cut(part) for part in parts])
+        return nested.rebuilt(gathered, [self.cut(part) for part in parts])
 
     def _check_columns(self, gathered: Any, parts: Sequence[Any]) -> None:
         """Raise ValueError if the parts of a list may be samples instead of columns.
@@ -325,7 +323,7 @@ def _kind(part: Any) -> Any:
     """Return a key that is equal for parts with the same structure and the same kinds of rows."""
     if isinstance(part, torch.Tensor):
         return part.dtype, tuple(part.shape[1:])
-    parts = containers.children(part)
+    parts = nested.children(part)
     names = tuple(part) if isinstance(part, Mapping) else None
     return type(part), names, None if parts is None else tuple(map(_kind, parts))
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from nblaunch import context, env, formatting
 from nblaunch.errors import DistributedOperationException, warn
-from nblaunch.training.collectives import containers, nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed, join, waiting
 from nblaunch.training.options import check_choice
 from nblaunch.wire import signing
@@ -157,7 +157,7 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     if operation != "broadcast":
-        containers.check_independent(operation, data)
+        nested.check_independent(operation, data)
     if _compares_first():
         _check_alike(operation, _describe(operation, data))
 
@@ -207,7 +207,7 @@ def _describe(operation: str, data: Any) -> str:
             return f"{data.ndim} dimensions {data.dtype}"
         is_row = operation == "gather" and data.ndim == 0
         return f"{[1] if is_row else list(data.shape)} {data.dtype}"
-    parts = containers.children(data)
+    parts = nested.children(data)
     if parts is None:
         return type(data).__name__
     described = [_describe(operation, part) for part in parts]

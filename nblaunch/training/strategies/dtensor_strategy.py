@@ -25,8 +25,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import shard_files
 from nblaunch.training.strategies.base import ShardWriter, Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.weights.sharded import is_sharded, is_sharded_model
-from nblaunch.weights.state_dicts import quantised_entries
+from nblaunch.weights import is_sharded, is_sharded_model, quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"

@@ -34,7 +34,7 @@ from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.late_parameters import LateParameters, learns_graph
-from nblaunch.weights.sharded import is_sharded_model
+from nblaunch.weights import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):

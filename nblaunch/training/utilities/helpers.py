@@ -16,7 +16,7 @@ from nblaunch.errors import warn
 from nblaunch.spec import DEFAULT_PORTS
 from nblaunch.training.collectives.nested import find_batch_size
 from nblaunch.training.models import is_compiled_module, repeated_blocks
-from nblaunch.weights.sharded import is_sharded_model
+from nblaunch.weights import is_sharded_model
 
 # For each feature, the oldest version that has it, for comparisons in scripts.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # a version in NVIDIA's images, before the release

@@ -20,7 +20,7 @@ from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.utilities.local_sgd import LocalSGD
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights import is_sharded
 from tests.thorough import thorough
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, Params4bit, train_one_step

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training.collectives import dtensor
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights import is_sharded
 from tests.training import ranks
 
 NUM_ROWS, STEPS, ACCUMULATED = 8, 3, 2

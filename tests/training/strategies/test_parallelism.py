@@ -32,7 +32,7 @@ from nblaunch.training.parallelism import (
     TorchTensorParallelConfig,
 )
 from nblaunch.utils import patch_environment
-from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights import is_sharded
 from tests.thorough import thorough
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, data, epoch

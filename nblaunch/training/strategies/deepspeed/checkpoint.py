@@ -27,7 +27,7 @@ from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import plain_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.shard_files import loading
-from nblaunch.weights.state_dicts import versions_of, with_versions
+from nblaunch.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
 OWN_FILES = f"{_NAME}*/*zero_pp_rank_{{rank}}_mp_rank_*.pt"

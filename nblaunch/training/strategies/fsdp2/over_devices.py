@@ -103,7 +103,7 @@ class DeviceShardsStrategy(Strategy):
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
-    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights/state_dicts.py requires
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights.py requires
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Shard activations by rows, to make the compiler gather weights rather than activations."""

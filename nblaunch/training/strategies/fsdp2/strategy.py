@@ -29,8 +29,7 @@ from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
-from nblaunch.weights.sharded import is_fsdp_module, is_sharded, is_sharded_model
-from nblaunch.weights.state_dicts import is_quantised_weight
+from nblaunch.weights import is_fsdp_module, is_quantised_weight, is_sharded, is_sharded_model
 
 
 class Fsdp2Strategy(DTensorStrategy):

@@ -23,8 +23,7 @@ from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.weights.sharded import extent, is_sharded
-from nblaunch.weights.state_dicts import is_quantised_weight
+from nblaunch.weights import extent, is_quantised_weight, is_sharded
 
 _META = "meta"
 _UNKNOWN = "unknown"
