@@ -131,7 +131,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "save_fsdp_optimizer"
         ),
         "training.tracking.hub": "LoggerType",
-        "training.utilities.environment": (
+        "training.utilities.helpers": (
             "check_os_kernel clear_environment compare_versions get_int_from_env "
             "is_aim_available is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available "
             "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available "
@@ -148,9 +148,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "is_transformers_available is_triton_available is_wandb_available is_weights_only_available "
             "is_xccl_available is_xpu_available parse_choice_from_env parse_flag_from_env patch_environment "
             "purge_accelerate_environment "
-            "str_to_bool"
-        ),
-        "training.utilities.helpers": (
+            "str_to_bool "
             "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION "
             "BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION DTENSOR_PYTORCH_VERSION "
             "FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION "

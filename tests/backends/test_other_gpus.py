@@ -18,7 +18,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher import fork_safety, plan
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.training.utilities import environment
+from nblaunch.training.utilities import helpers
 from tests.contracts import simulated
 
 TWO = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
@@ -59,7 +59,7 @@ def test_a_fork_is_rejected_once_the_gpu_is_in_use(install: Install, kind: str) 
 def test_amd_gpus_are_cuda_to_scripts(install: Install) -> None:
     install("rocm")
     assert backends.choose("cuda").name == "rocm"
-    assert environment.is_rocm_available() == torch.cuda.is_available()
+    assert helpers.is_rocm_available() == torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu"])
@@ -96,7 +96,7 @@ def test_intel_gpus_need_xccl(install: Install, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"num_processes=2: .*XCCL.*torch 2\.8"):
         planned()
     assert planned(num_processes=1).num_processes == 1
-    assert not environment.is_xccl_available()
+    assert not helpers.is_xccl_available()
 
 
 def test_an_integrated_gpu_is_used_without_another(
@@ -140,10 +140,10 @@ def test_metal_in_use_is_a_hazard(mac: simulated.FakeModule, monkeypatch: pytest
 
 
 def test_mps_is_available_only_if_it_is_used(mac: simulated.FakeModule) -> None:
-    assert environment.is_mps_available()
+    assert helpers.is_mps_available()
     context.take()
     context.install(context.ProcessContext(topology=Topology(), backend=backends.choose("cpu")))
-    assert not environment.is_mps_available()
+    assert not helpers.is_mps_available()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
 from nblaunch.training.models import bare_module
 from nblaunch.training.state import PartialState
-from nblaunch.training.utilities import environment
+from nblaunch.training.utilities import helpers
 from nblaunch.training.utilities.log import MultiProcessAdapter, get_logger
 
 Pair = namedtuple("Pair", "x y")
@@ -217,7 +217,7 @@ def test_every_availability_function_answers() -> None:
     assert len(questions) > 50
     assert {type(getattr(utils, name)()) for name in questions} == {bool}
     with pytest.raises(AttributeError, match="is_nothing_available"):
-        _ = environment.is_nothing_available
+        _ = helpers.is_nothing_available
     assert utils.is_tqdm_available()
     assert utils.is_numpy_available()
     assert not utils.is_numpy_available(min_version="99")

@@ -17,7 +17,7 @@ from nblaunch import Accelerator, utils
 from nblaunch.compat.names import DELEGATED
 from nblaunch.tracking import GeneralTracker, register_tracker_class
 from nblaunch.training.tracking import hub
-from nblaunch.training.utilities.environment import purge_accelerate_environment
+from nblaunch.training.utilities.helpers import purge_accelerate_environment
 
 
 class DType(enum.Enum):

@@ -22,7 +22,7 @@ from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, GradientState, PartialState
 from nblaunch.training.strategies.deepspeed.settings import get_active_deepspeed_plugin
-from nblaunch.training.utilities.environment import clear_environment, patch_environment
+from nblaunch.training.utilities.helpers import clear_environment, patch_environment
 from nblaunch.training.utilities.log import get_logger
 from nblaunch.training.utilities.memory import find_executable_batch_size, release_memory
 from tests.training import ranks
