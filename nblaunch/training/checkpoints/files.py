@@ -22,11 +22,10 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import threading
 import zlib
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -171,29 +170,10 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Return checksums of files in ``folder``, such as ``crc32:1a2b3c4d``. Several threads read the files."""
-    sums: dict[str, str] = {}
-    errors: list[OSError] = []
-    left = deque(names)
-
-    def read() -> None:
-        try:
-            while left:
-                name = left.popleft()
-                sums[name] = _checksum_of_file(folder / name)
-        except IndexError:  # another thread has taken the last file
-            return
-        except OSError as error:
-            errors.append(error)
-
-    others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
-    for thread in others:
-        thread.start()
-    read()
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return sums
+    paths = [folder / name for name in names]
+    # Not an executor: these reject work once the interpreter exits, while a thread may still write a checkpoint.
+    with ThreadPool(min(_NUM_READERS, len(paths)) or 1) as readers:
+        return dict(zip(names, readers.map(_checksum_of_file, paths, chunksize=1), strict=True))
 
 
 def _checksum_of_file(path: Path) -> str:

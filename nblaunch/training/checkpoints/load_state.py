@@ -23,15 +23,15 @@ from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import files, model_files, registered, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
-from nblaunch.training.checkpoints.registered import SavedStates
+from nblaunch.training.checkpoints.registered import Places, Registered
 from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
-from nblaunch.training.collectives import operations, rng
+from nblaunch.training.collectives import nested, operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.models import plain_module
 from nblaunch.training.strategies.dtensor_strategy import in_own_order
-from nblaunch.weights import plain_name
+from nblaunch.weights import is_sharded, plain_name
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -234,12 +234,29 @@ class _Checkpoint:
         if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
             saved = files.read_object(folder / files.SCALER_NAME, **self._on_cpu)
             yield partial(live.scaler.load_state_dict, saved)
-        states = SavedStates(folder, self.manifest, live.rank, live.world_size, self._on_cpu)
         for index, entry in enumerate(live.registered):
-            saved = states.read(entry, index)
-            yield partial(registered.load, entry.obj, saved, states.places(index), live.preparer.models)
+            places = {} if self.manifest is None else self.manifest.places.get(files.custom(index), {})
+            saved = self._read_registered(index, entry, places)
+            yield partial(registered.load, entry.obj, saved, places, live.preparer.models)
         # Random states come last, because loading other states may draw random numbers.
         yield self._read_random_states()
+
+    def _read_registered(self, index: int, entry: Registered, places: Places) -> Any:
+        """Return the n-th registered object's state on this rank, with full tensors in ``places``."""
+        path = self.folder / files.custom(index)
+        # Map the file if tensors are sharded, so that each rank reads only its own part.
+        mapped = {"mmap": True} if places else {}
+        state = files.read_object(path, owner=entry.obj, **{**mapped, **self._on_cpu})
+        if any(is_sharded(leaf) for leaf in nested.leaves(state)):
+            raise CheckpointError(
+                f"{path} holds only the shards of rank 0, because Hugging Face Accelerate wrote it. The shards of the "
+                "other ranks are lost. Create the object again from the full weights in the checkpoint"
+            )
+        rank_file = registered.own_file(entry, index, self.manifest, self.live.rank, self.live.world_size)
+        if rank_file is None:
+            return state
+        rest = files.read_object(self.folder / rank_file, owner=entry.obj, **self._on_cpu)
+        return registered.with_shards(rest, state, places)
 
     def _read_loader(self, index: int, loader: PreparedLoader) -> Callable[[], object]:
         live, folder, manifest = self.live, self.folder, self.manifest

@@ -16,8 +16,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,19 +49,6 @@ class Registered:
     per_rank: bool | None = None
 
 
-@dataclass
-class Captured:
-    """The states that this rank writes.
-
-    Args:
-        objects: file contents, by file name.
-        places: places of sharded leaves, by the name of rank 0's file.
-    """
-
-    objects: dict[str, bytes] = field(default_factory=dict)
-    places: dict[str, Places] = field(default_factory=dict)
-
-
 def as_bytes(state: Any) -> bytes:
     """Return a state as the contents of a file."""
     buffer = io.BytesIO()
@@ -73,7 +59,9 @@ def as_bytes(state: Any) -> bytes:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Participant | None) -> Captured:
+def capture(
+    registered: Sequence[Registered], rank: int, side: Coordinator | Participant | None
+) -> tuple[dict[str, bytes], dict[str, Places]]:
     """Return the states of registered objects that this rank writes.
 
     Args:
@@ -81,12 +69,16 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
         rank: this process's rank.
         side: this rank's side of the round in which ranks save together; None: this process saves alone.
 
+    Returns:
+        File contents by file name, and the places of sharded leaves by the name of rank 0's file.
+
     Raises:
         CheckpointError: a state can't be saved completely. Raised on all ranks.
     """
-    captured = Captured()
+    contents: dict[str, bytes] = {}
+    all_places: dict[str, Places] = {}
     if isinstance(side, Participant) and not side.compares:  # rank 0 has no registered objects
-        return captured
+        return contents, all_places
     states = [entry.obj.state_dict() for entry in registered]
     can_gather = side is not None and side.is_complete
     looks: list[str] = []
@@ -99,16 +91,19 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
         shards = {number: leaf for number, leaf in enumerate(nested.leaves(state)) if is_sharded(leaf)}
         if shards:
             if not can_gather and dtensor.num_sharded(state):
-                raise _not_gathered(entry.obj)
-            captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
+                raise CheckpointError(
+                    f"the state of the registered {type(entry.obj).__name__} has sharded tensors; call save_state on "
+                    "all ranks, without main_process_only"
+                )
+            all_places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
             # Convert the state to bytes immediately: a user's object may hold anything, so copying it is
             # unsafe.
-            captured.objects[name] = as_bytes(state)
+            contents[name] = as_bytes(state)
         elif _is_own(entry, looks[index], main[index : index + 1]):
-            captured.objects[files.custom(index, rank)] = as_bytes(state)
-    return captured
+            contents[files.custom(index, rank)] = as_bytes(state)
+    return contents, all_places
 
 
 def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequence[str]:
@@ -130,13 +125,6 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
 def _is_own(entry: Registered, look: str, main: Sequence[str]) -> bool:
     """Return whether this rank writes its own state, given the fingerprint of rank 0's state, if any."""
     return entry.per_rank is not False and (bool(entry.per_rank) or [look] != list(main))
-
-
-def _not_gathered(obj: Any) -> CheckpointError:
-    return CheckpointError(
-        f"the state of the registered {type(obj).__name__} has sharded tensors; call save_state on all ranks, "
-        "without main_process_only"
-    )
 
 
 def _like(state: Any, mapped: Any) -> Any:
@@ -219,71 +207,30 @@ def _checksum(tensor: torch.Tensor) -> int:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-class SavedStates:
-    """Reads states of registered objects from a checkpoint's folder.
+def own_file(
+    entry: Registered, index: int, manifest: Manifest | None, rank: int, world_size: int
+) -> str | None:
+    """Return the name of the file with this rank's own state of the n-th object; None if all ranks use rank 0's.
 
-    Args:
-        folder: the checkpoint's folder.
-        manifest: the checkpoint's manifest; None if another tool wrote it.
-        rank: this process's rank.
-        world_size: number of ranks in this job.
-        reading: arguments for ``torch.load``.
+    Raises:
+        CheckpointError: a different number of ranks wrote states that differ between ranks.
     """
-
-    def __init__(
-        self, folder: Path, manifest: Manifest | None, rank: int, world_size: int, reading: Mapping[str, Any]
-    ) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._rank = rank
-        self._world_size = world_size
-        self._reading = reading
-
-    def read(self, entry: Registered, index: int) -> Any:
-        """Return the n-th registered object's state on this rank, with full tensors.
-
-        Raises:
-            CheckpointError: the file is damaged, or a different number of ranks wrote states that differ between ranks.
-        """
-        name, places = files.custom(index), self.places(index)
-        # Map the file if tensors are sharded, so that each rank reads only its own part.
-        mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
-        state = files.read_object(self._folder / name, owner=entry.obj, **{**mapped, **self._reading})
-        if any(is_sharded(leaf) for leaf in nested.leaves(state)):
-            raise CheckpointError(
-                f"{self._folder / name} holds only the shards of rank 0, because Hugging Face Accelerate wrote it. "
-                "The shards of the other ranks are lost. Create the object again from the full weights in the "
-                "checkpoint"
-            )
-        rank_file = self._own_file(entry, index)
-        if rank_file is None:
-            return state
-        rest = files.read_object(self._folder / rank_file, owner=entry.obj, **self._reading)
-        return _with_shards(rest, state, places)
-
-    def places(self, index: int) -> Places:
-        """Return the places of sharded leaves in the n-th object's state."""
-        return self._manifest.places.get(files.custom(index), {}) if self._manifest is not None else {}
-
-    def _own_file(self, entry: Registered, index: int) -> str | None:
-        """Return the name of the file with this rank's own state; None if all ranks use rank 0's."""
-        manifest = self._manifest
-        if manifest is None or entry.per_rank is False:
-            return None
-        others = [
-            rank for rank in range(1, manifest.world_size) if files.custom(index, rank) in manifest.files
-        ]
-        if others and manifest.world_size != self._world_size:
-            raise CheckpointError(
-                f"registered object {index}, {formatting.kind(entry.obj)}, had a different state on "
-                f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
-                f"{self._world_size} processes can't share these states. Start {manifest.world_size} processes, or "
-                "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"
-            )
-        return files.custom(index, self._rank) if self._rank in others else None
+    if manifest is None or entry.per_rank is False:
+        return None
+    others = [
+        other for other in range(1, manifest.world_size) if files.custom(index, other) in manifest.files
+    ]
+    if others and manifest.world_size != world_size:
+        raise CheckpointError(
+            f"registered object {index}, {formatting.kind(entry.obj)}, had a different state on "
+            f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
+            f"{world_size} processes can't share these states. Start {manifest.world_size} processes, or "
+            "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"
+        )
+    return files.custom(index, rank) if rank in others else None
 
 
-def _with_shards(rest: Any, main: Any, places: Places) -> Any:
+def with_shards(rest: Any, main: Any, places: Places) -> Any:
     """Return a rank's own state, with rank 0's full tensors instead of shards."""
     if not places:
         return rest

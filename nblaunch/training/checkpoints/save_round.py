@@ -23,8 +23,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -125,33 +125,25 @@ class _Mail:
 
     def ring(self, ranks: Iterable[int]) -> None:
         """Wake the threads of ``ranks`` that are in :meth:`wait_for_ring`, so that they read new messages."""
-        try:
+        with _reaching_the_store():
             for rank in ranks:
                 self._store.set(f"bell/{rank}", "")
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def wait_for_ring(self, rank: int) -> None:
         """Wait until another rank rings for ``rank``; return immediately if one has since the last wait."""
         key = f"bell/{rank}"
-        try:
+        with _reaching_the_store():
             self._store.wait([key], _RING_S)
             self._store.delete_key(key)
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def post(self, key: str, message: Round | Whereabouts | States | Report | SaveOutcome) -> None:
-        try:
+        with _reaching_the_store():
             self._store.set(key, schema.dump(message).decode())
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
         """Return the message under ``key``; None if there is none yet."""
-        try:
+        with _reaching_the_store():
             text = self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError as error:
-            raise _lost(error) from error
         if text is None:
             return None
         try:
@@ -163,11 +155,15 @@ class _Mail:
             ) from error
 
 
-def _lost(error: RuntimeError) -> CheckpointError:
-    return CheckpointError(
-        f"save_state can't reach the other ranks, because the job's store has ended ({error}), perhaps with rank 0 "
-        "or the launcher. Every rank must call save_state as often as rank 0 does"
-    )
+@contextmanager
+def _reaching_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"save_state can't reach the other ranks, because the job's store has ended ({error}), perhaps with rank "
+            "0 or the launcher. Every rank must call save_state as often as rank 0 does"
+        ) from error
 
 
 def _wait_for(look: Callable[[], T | None]) -> T:
@@ -255,6 +251,10 @@ class Coordinator(_Side):
         is_ahead = any(count > begun.get(group, count) for group, count in whereabouts.collectives.items())
         return False if is_ahead else None
 
+    def _has_left(self, rank: int) -> bool:
+        where = self._mail.read(f"rank/{rank}", Whereabouts)
+        return where is not None and where.has_left
+
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
         """Make the ranks in ``present`` write to ``folder``; if ``compares`` is set, they compare states first."""
         self._is_decided, self._target = True, target
@@ -302,12 +302,11 @@ class Coordinator(_Side):
         return checksums
 
     def _report_of(self, rank: int) -> Report | None:
-        where = self._mail.read(f"rank/{rank}", Whereabouts)
+        has_left = self._has_left(rank)  # asked first, because the rank may report and then leave
         report = self._mail.read(f"report/{rank}", Report)
         if report is not None and report.number == self._number:
             return report
-        has_left = where is not None and where.has_left  # before reporting
-        return Report(self._number, _LEFT.format(self._target, rank)) if has_left else None
+        return Report(self._number, _LEFT.format(self._target, rank), is_through=True) if has_left else None
 
     def announce(self, outcome: SaveOutcome) -> None:
         """Post the outcome for the other ranks."""
@@ -323,11 +322,8 @@ class Coordinator(_Side):
         self._held = None
 
     def _is_through(self, rank: int) -> bool | None:
-        where = self._mail.read(f"rank/{rank}", Whereabouts)
-        report = self._mail.read(f"report/{rank}", Report)
-        has_left = where is not None and where.has_left
-        is_through = report is not None and report.number == self._number and report.is_through
-        return True if has_left or is_through else None
+        report = self._report_of(rank)
+        return self._has_left(rank) or (report is not None and report.is_through) or None
 
 
 # --- other ranks ------------------------------------------------------------------------------------------------------

@@ -91,11 +91,6 @@ class Saver:
             return None
         return side_of(self._live.shared.process.backend, self._live.rank)
 
-    def _collect(
-        self, folder: Path, safe: bool, asynchronous: bool, side: Coordinator | Participant | None
-    ) -> Snapshot:
-        return collect(self._live, folder, safe, self._copies if asynchronous else None, side)
-
     # --- the main process ----------------------------------------------------------------------------------------
 
     def _save_as_main(
@@ -109,7 +104,8 @@ class Saver:
             if coordinator is not None:
                 compares = bool(self._live.registered)
                 coordinator.begin(str(staging.folder), str(target), self._project.iteration, compares)
-            snapshot = self._collect(staging.folder, safe, asynchronous, coordinator)
+            copies = self._copies if asynchronous else None
+            snapshot = collect(self._live, staging.folder, safe, copies, coordinator)
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             raise
@@ -214,7 +210,8 @@ class Saver:
         target = Path(round.target)
         try:
             with self._reporting_errors(participant, round):
-                snapshot = self._collect(self._folder_of(round), safe, asynchronous, participant)
+                copies = self._copies if asynchronous else None
+                snapshot = collect(self._live, self._folder_of(round), safe, copies, participant)
         except CheckpointError:
             if not asynchronous or participant.failure_of(round.number) is None:
                 raise

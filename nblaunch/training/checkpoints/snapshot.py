@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,18 +171,26 @@ def collect(
     is_main = live.rank == 0
     saves_models = is_main or live.strategy.holds_shards  # with shards, saving them is a collective
     is_sharded, shards = _save_shards(live, folder, copies) if saves_models else (False, None)
-    with _cancelled_by_errors(shards):
+    try:
         weights = [] if is_sharded else _full_weights(live)
-        optimizers = _full_optimizers(live) if saves_models and not is_sharded else []
-        weights = _run_hooks(live, folder, weights)
-        registered = capture(live.registered, live.rank, side)
-        manifest = _manifest(live, is_sharded, len(weights), registered.places)
+        optimizers: list[Mapping[str, Any]] = []
+        if saves_models and not is_sharded:
+            optimizers = [live.strategy.optimizer_state_dict(each) for each in live.preparer.optimizers]
+        models = live.models_for_hooks()
+        for hook in list(live.save_hooks.values()):
+            hook(models, weights, str(folder))  # may remove weights from the list
+        registered, places = capture(live.registered, live.rank, side)
+        manifest = _manifest(live, is_sharded, len(weights), places)
         objects: dict[str, Any] = _common_objects(live, optimizers) if is_main else {}
-        objects |= registered.objects | _own_objects(live)
+        objects |= registered | _own_objects(live)
         weights = weights if is_main else []
         if copies is not None:
             weights, objects = copies.take((weights, objects), "objects")
         return Snapshot(manifest, weights, objects, safe_serialization, shards)
+    except Exception as error:
+        if shards is not None:  # keep the other ranks from writing theirs
+            shards.cancel(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _save_shards(
@@ -200,17 +207,6 @@ def _save_shards(
     return strategy.save_shards(folder, prepared.models, prepared.optimizers), None
 
 
-@contextmanager
-def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
-    """Keep the other ranks from writing shards if the block raises an error."""
-    try:
-        yield
-    except Exception as error:
-        if shards is not None:
-            shards.cancel(f"{type(error).__name__}: {error}")
-        raise
-
-
 def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
     """Return full weights, without frozen quantised ones that tensor files can't hold, such as torchao's."""
     all_weights: list[Mapping[str, Any]] = []
@@ -222,20 +218,6 @@ def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
                 del weights[name]
         all_weights.append(weights)
     return all_weights
-
-
-def _full_optimizers(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
-    return [live.strategy.optimizer_state_dict(optimizer) for optimizer in live.preparer.optimizers]
-
-
-def _run_hooks(
-    live: CheckpointedObjects, folder: Path, weights: list[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Call the hooks; return the weights that no hook removed from the list."""
-    models = live.models_for_hooks()
-    for hook in list(live.save_hooks.values()):
-        hook(models, weights, str(folder))
-    return list(weights)
 
 
 def _manifest(
