@@ -109,9 +109,8 @@ def wrappers_and_module(model: Any) -> Iterator[Any]:
 
 def bare_module(model: Any) -> Any:
     """Return the user's module without any wrappers around it."""
-    while (inner := _inside(model)) is not model:
-        model = inner
-    return model
+    *_, module = wrappers_and_module(model)
+    return module
 
 
 def plain_module(model: Any) -> Any:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,6 +37,8 @@ from nblaunch.weights import give_own_memory
 
 # DDP's constructor and the first step of an optimizer import the compiler; sympy takes a quarter of that time.
 early_imports.plan(*early_imports.COMPILER)
+
+P = TypeVar("P")
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder, AcceleratedScheduler)
@@ -155,16 +157,11 @@ class Preparer:
         self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return a prepared optimizer, which steps when the accumulation window ends."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            _check_job(optimizer, "optimizer")
-        else:
+        if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
             optimizer.accelerator_state = AcceleratorState()
-            _remember_job(optimizer)
-        if not any(optimizer is prepared for prepared in self.optimizers):
-            self.optimizers.append(optimizer)
-        return optimizer
+        return _kept(optimizer, self.optimizers, "optimizer")
 
     def _wrap_optimizer(self, optimizer: Any, placement: bool | None) -> AcceleratedOptimizer:
         _check_real(optimizer, OptimizerPlaceholder)
@@ -179,15 +176,10 @@ class Preparer:
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Return a prepared scheduler. It steps with its optimizer or, if that is not prepared, with all that are."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            _check_job(scheduler, "scheduler")
-        else:
+        if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
-            _remember_job(scheduler)
-        if not any(scheduler is prepared for prepared in self.schedulers):
-            self.schedulers.append(scheduler)
-        return scheduler
+        return _kept(scheduler, self.schedulers, "scheduler")
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         _check_real(scheduler, SchedulerPlaceholder)
@@ -210,9 +202,7 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return a prepared loader for this rank's part of the data."""
-        if isinstance(loader, PreparedLoader):
-            _check_job(loader, "DataLoader")
-        else:
+        if not isinstance(loader, PreparedLoader):
             process = self.shared.process
             target = LoaderTarget(
                 rank=self.shared.data_rank,
@@ -223,10 +213,7 @@ class Preparer:
                 is_static=process.backend.needs_static_shapes,
             )
             loader = shard_loader(loader, target, self.dataloader_config)
-            _remember_job(loader)
-        if not any(loader is prepared for prepared in self.loaders):
-            self.loaders.append(loader)
-        return loader
+        return _kept(loader, self.loaders, "DataLoader")
 
     def clear(self) -> None:
         """Forget all prepared objects."""
@@ -235,24 +222,24 @@ class Preparer:
         self.strategy.clear()
 
 
-def _remember_job(prepared: Any) -> None:
-    """Record for how many processes an object was prepared."""
-    prepared._size_of_job = current_topology().world_size
+def _kept(prepared: P, among: list[P], original: str) -> P:
+    """Add ``prepared`` to the prepared objects ``among`` which it belongs, if it is new there, and return it.
 
-
-def _check_job(prepared: Any, original: str) -> None:
-    """Raise ValueError for an object that was prepared elsewhere, such as a loader for the notebook's only process.
-
-    Such an object has the other process's share of the data, accumulation windows and schedule.
+    Raises:
+        ValueError: the object was prepared elsewhere, such as a loader for the notebook's only process. It has the
+            other process's share of the data, accumulation windows and schedule.
     """
     here = current_topology().world_size
-    there = vars(prepared).get("_size_of_job", here)
+    there = vars(prepared).setdefault("_size_of_job", here)
     if there != here:
         raise ValueError(
             f"this {type(prepared).__name__} was prepared for {formatting.count(there, 'process')}, perhaps in the "
             f"notebook, and this job has {formatting.count(here, 'process')}. Call prepare only inside the function, "
             f"and pass it the original {original}"
         )
+    if not any(prepared is other for other in among):
+        among.append(prepared)
+    return prepared
 
 
 def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:

@@ -193,14 +193,14 @@ class DataLoaderAdapter(Base):
         # this.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
-        progress = _Progress.of({} if is_fresh else state_dict)
+        num_batches, knows_stream = _progress_of({} if is_fresh else state_dict)
         if not is_fresh:
             self.skip_batches = 0  # the loaded state already counts them as read
-        self.epochs.batches_behind = progress.batches
-        buffer_size = _shuffle_buffer_size(base.dataset) if progress.knows_stream else None
-        if buffer_size is not None and progress.batches:
-            _warn_of_reading_again(buffer_size, progress.batches)
-        if (progress.knows_stream and buffer_size is None) or not isinstance(base.dataset, IterableDataset):
+        self.epochs.batches_behind = num_batches
+        buffer_size = _shuffle_buffer_size(base.dataset) if knows_stream else None
+        if buffer_size is not None and num_batches:
+            _warn_of_reading_again(buffer_size, num_batches)
+        if (knows_stream and buffer_size is None) or not isinstance(base.dataset, IterableDataset):
             base.load_state_dict(
                 {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
             )
@@ -208,7 +208,7 @@ class DataLoaderAdapter(Base):
             # torchdata 0.11 would also read and drop these batches, but count them twice. A loader that continued
             # from its next state would skip too many batches.
             base.load_state_dict({})
-            self.epochs.batches_to_drop = progress.batches
+            self.epochs.batches_to_drop = num_batches
         self._resume_order_state(order)
         self.epochs.state = state_dict
 
@@ -247,33 +247,24 @@ class DataLoaderAdapter(Base):
         """Restore the entries that :meth:`_order_state` returned."""
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """The progress through an epoch, as recorded in a torchdata state.
+def _progress_of(state: dict[str, Any]) -> tuple[int, bool]:
+    """Return the progress through an epoch that torchdata recorded, whether one process or several read the data.
 
-    Args:
-        batches: number of batches that the loader yielded.
-        knows_stream: whether the dataset, or its iterator, saved its own state.
+    Returns:
+        The number of batches that the loader yielded, and whether the dataset, or its iterator, saved its own state.
     """
-
-    batches: int = 0
-    knows_stream: bool = False
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> _Progress:
-        """Return the progress that a state records, whether one process or several read the data."""
-        snapshot = state.get("_snapshot")
-        if snapshot is None:
-            readers, batches = [state], state.get("_num_yielded", 0)
-        else:
-            readers = list(snapshot["_worker_snapshots"].values())
-            batches = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
-        knows_stream = any(
-            reader.get("dataset_state") is not None
-            or (reader.get("fetcher_state") or {}).get("dataset_iter_state") is not None
-            for reader in readers
-        )
-        return cls(batches, knows_stream)
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        readers, num_batches = [state], state.get("_num_yielded", 0)
+    else:
+        readers = list(snapshot["_worker_snapshots"].values())
+        num_batches = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+    knows_stream = any(
+        reader.get("dataset_state") is not None
+        or (reader.get("fetcher_state") or {}).get("dataset_iter_state") is not None
+        for reader in readers
+    )
+    return num_batches, knows_stream
 
 
 def _shuffle_buffer_size(dataset: Any) -> int | None:

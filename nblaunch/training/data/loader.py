@@ -164,7 +164,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.epochs.saved_position = None
         shared = get_shared_state()
         outer = self._loop, self.epochs.start, self.end_of_dataloader, self.remainder
-        self._start_epoch()
+        self._hand_epoch(self.iteration)
+        self._synchronise_order()
+        self.begin()
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
         num_collectives = shared.watch.before_loop()
@@ -308,11 +310,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self.device is None or self.device.type == "cpu":
             return batch
         return nested.send_to_device(batch, self.device, self._non_blocking)
-
-    def _start_epoch(self) -> None:
-        self._hand_epoch(self.iteration)
-        self._synchronise_order()
-        self.begin()
 
     def _synchronise_order(self) -> None:
         """Set the generators that decide the order to rank 0's states, or to states from a checkpoint."""

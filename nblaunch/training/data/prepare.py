@@ -129,25 +129,28 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
         use_stateful_dataloader=config.use_stateful_dataloader or is_stateful(loader),
         _non_blocking=config.non_blocking,
     )
-    if is_sharded:
-        return _take_own_part(loader, target, config, common)
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    is_dispatched = _is_dispatched(config, target, is_iterable)
-    if is_dispatched and target.world_size > 1:
-        return _dispatch(loader, target, config, common)
+    is_dispatched = not is_sharded and _is_dispatched(config, target, is_iterable)
+    if is_sharded:
+        _check_own_part(loader, config)
+    elif is_dispatched and target.world_size > 1:
+        _check_dispatched(loader, target, config)
+    elif is_iterable and target.world_size > 1:
+        return _shard_iterable(loader, target, config, common)
+    if is_iterable:
+        reading: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    else:
+        index_sampler = index_sampler_of(loader)
+        _make_samplers_shareable_in_place(index_sampler, config)
+        if not is_sharded and not (is_dispatched and target.world_size > 1):
+            index_sampler = _shard_of(loader, index_sampler, target, config)
+        reading = index_sampler_options(loader, index_sampler)
     # In a single process, both classes read in the same way, but some programs check the class. If several ranks share
     # a model, each of them must read the same data itself.
-    is_alone = current_topology().world_size == 1
-    kind: type[PreparedLoader] = DataLoaderDispatcher if is_dispatched and is_alone else DataLoaderShard
-    if is_dispatched and is_alone:
+    if is_dispatched and (target.world_size > 1 or current_topology().world_size == 1):
         common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
-    if is_iterable:
-        return _shard_iterable(loader, target, config, common, kind)
-    index_sampler = index_sampler_of(loader)
-    _make_samplers_shareable_in_place(index_sampler, config)
-    shard = _shard_index_sampler(loader, index_sampler, target, config)
-    index_sampler = index_sampler if shard is None else shard
-    return kind(loader.dataset, **index_sampler_options(loader, index_sampler), **common)
+        return DataLoaderDispatcher(loader.dataset, **reading, **common)
+    return DataLoaderShard(loader.dataset, **reading, **common)
 
 
 def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> bool:
@@ -248,10 +251,8 @@ def _strings_in(code: CodeType) -> Iterator[str]:
             yield constant
 
 
-def _take_own_part(
-    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
-) -> PreparedLoader:
-    """Return a loader for everything that ``loader`` reads on this rank."""
+def _check_own_part(loader: DataLoader, config: DataLoaderConfiguration) -> None:
+    """Check the settings of a loader whose data is already this rank's part."""
     if config.split_batches:
         raise ValueError(
             "split_batches=True divides global batches among the ranks, but each rank has its own data. Give the "
@@ -259,25 +260,15 @@ def _take_own_part(
         )
     if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
         _warn_of_uneven_parts(loader.dataset, can_dispatch=False)
-    return DataLoaderShard(loader.dataset, **_reading_all(loader, config), **common)
 
 
-def _reading_all(loader: DataLoader, config: DataLoaderConfiguration) -> dict[str, Any]:
-    """Return the options that make one process read all data, in an order that ranks can share."""
-    if isinstance(loader.dataset, IterableDataset):
-        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    index_sampler = index_sampler_of(loader)
-    _make_samplers_shareable_in_place(index_sampler, config)
-    return index_sampler_options(loader, index_sampler)
-
-
-def _shard_index_sampler(
+def _shard_of(
     loader: DataLoader, index_sampler: Any, target: LoaderTarget, config: DataLoaderConfiguration
-) -> BatchSamplerShard | None:
-    """Return the rank's share of the index sampler; None if the rank reads all of it unchanged."""
+) -> Any:
+    """Return the rank's share of the index sampler: all of it, unchanged, if no other rank shares the data."""
     is_completed = target.is_static and config.even_batches and getattr(index_sampler, "batch_size", None)
     if target.world_size == 1 and not is_completed:
-        return None
+        return index_sampler
     if _has_single_samples(loader):
         return SampleShard(index_sampler, target.world_size, target.rank, config.even_batches)
     return BatchSamplerShard(
@@ -317,9 +308,8 @@ def _check_plain(loader: DataLoader, is_sharded: bool) -> None:
         )
 
 
-def _dispatch(
-    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
-) -> PreparedLoader:
+def _check_dispatched(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> None:
+    """Raise ValueError if rank 0 can't divide the batches of ``loader`` among several ranks."""
     if config.split_batches:
         check_divisible(loader.batch_size or 0, target.world_size)
     if _has_single_samples(loader) and not isinstance(loader.dataset, IterableDataset):
@@ -327,27 +317,20 @@ def _dispatch(
             "dispatch_batches=True divides batches, but a DataLoader with batch_size=None returns single samples. "
             "Set a batch_size, or use dispatch_batches=False."
         )
-    common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
-    return DataLoaderDispatcher(loader.dataset, **_reading_all(loader, config), **common)
 
 
 def _shard_iterable(
-    loader: DataLoader,
-    target: LoaderTarget,
-    config: DataLoaderConfiguration,
-    common: dict[str, Any],
-    kind: type[PreparedLoader],
+    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
+    """Return a loader for this rank's share of a stream that several ranks read."""
     batch_size, drop_last = loader.batch_size, loader.drop_last
     dataset, world_size = loader.dataset, target.world_size
-    if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
+    if not config.split_batches and _num_shards(dataset) >= world_size:
         # The dataset can divide itself, as datasets.IterableDataset can, so each rank reads only its own part.
         if config.even_batches:
             _warn_of_uneven_parts(dataset, can_dispatch=True)
-        dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
-        world_size = 1
-    if world_size == 1:
-        return kind(dataset, batch_size=batch_size, drop_last=drop_last, **common)
+        part = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
+        return DataLoaderShard(part, batch_size=batch_size, drop_last=drop_last, **common)
     # Without a batch_size, ranks get whole batches.
     is_split = config.split_batches and batch_size is not None
     shard = IterableDatasetShard(dataset, batch_size, drop_last, world_size, target.rank, is_split)
