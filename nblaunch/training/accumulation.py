@@ -188,8 +188,8 @@ class AccumulationState:
         self.entered: Window | None = None
         self._of_optimizers: weakref.WeakKeyDictionary[Any, list[Window]] = weakref.WeakKeyDictionary()
         self._is_joining = False
-        self._stack = loaders or LoaderStack()
-        self._stack.forget_earlier_commands()
+        self.loaders = loaders or LoaderStack()
+        self.loaders.forget_earlier_commands()
 
     @property
     def step(self) -> int:
@@ -224,26 +224,24 @@ class AccumulationState:
         """A window whose gradients no optimizer step has used yet; None if all windows have ended."""
         return next((window for window in self.windows if window.size and not window.sync_gradients), None)
 
-    def is_of(self, loaders: LoaderStack) -> bool:
-        """Return whether this state belongs to the process that reads these loaders."""
-        return self._stack is loaders
-
     def enter(self, window: Window) -> Window | None:
         """Begin a micro-step of ``window``: decide whether it ends in an optimizer step. Called in every micro-step.
 
         Return the enclosing window, for :meth:`leave`; None if there is none.
         """
-        plugin, entries = self.plugin, self._stack.entries
+        plugin, entries = self.plugin, self.loaders.entries
         window.size = 1 if window.sync_gradients else window.size + 1
         window.step += 1
         window.sync_gradients = window.step % plugin.num_steps == 0
         if entries:
             loader = entries[-1].loader()
             if loader is None or len(entries) > 1:
-                loader = self._stack.ending()
+                loader = self.loaders.ending()
             if loader is not None and loader.end_of_dataloader and plugin.sync_with_dataloader:
                 window.step = 0  # the next epoch starts a fresh window
-                window.sync_gradients = window.sync_gradients or not self._ends_alone(loader)
+                # In ``join_uneven_inputs``, ranks may read unequal numbers of batches from the loader.
+                ends_alone = self._is_joining and bool(loader.is_uneven)
+                window.sync_gradients = window.sync_gradients or not ends_alone
         window.is_short = window.sync_gradients and window.size < plugin.num_steps
         outer, self.entered = self.entered, window
         self.current = window
@@ -349,39 +347,20 @@ class AccumulationState:
         finally:
             self._is_joining = before
 
-    def _ends_alone(self, loader: Any) -> bool:
-        """Return whether ranks read unequal numbers of batches from a loader in ``join_uneven_inputs``."""
-        return self._is_joining and bool(loader.is_uneven)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # An unpickled optimizer uses the window of the process that unpickled it.
         return _of_this_process, ()
 
     @property
-    def active_loader(self) -> Any:
-        """The innermost loader being read; None if there is none."""
-        return self._stack.innermost
-
-    @property
-    def loaders(self) -> list[Any]:
-        """All loaders being read, outermost first."""
-        return self._stack.entered()
-
-    @property
-    def loaders_in_turns(self) -> list[Any]:
-        """The other loaders that are read alternately with the active one, as in ``zip(a, b)``."""
-        return self._stack.in_turns()
-
-    @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last one of the active loader."""
-        loader = self.active_loader
+        loader = self.loaders.innermost
         return loader is not None and bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
         """Number of real rows in the last global batch of the active loader: 0 means all of them, -1 unknown."""
-        loader = self.active_loader
+        loader = self.loaders.innermost
         return -1 if loader is None else int(loader.remainder)
 
 

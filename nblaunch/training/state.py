@@ -309,7 +309,7 @@ class GradientState(View):
     def _accumulation(self) -> AccumulationState:
         shared, window = self._live(), self._window
         # In a worker, a view that was created in the notebook shows the worker's window.
-        return window if window is not None and window.is_of(shared.loaders) else shared.accumulation
+        return window if window is not None and window.loaders is shared.loaders else shared.accumulation
 
     @property
     def sync_gradients(self) -> bool:
@@ -374,17 +374,17 @@ class GradientState(View):
     @property
     def active_dataloader(self) -> Any:
         """The innermost prepared loader being read; None if there is none."""
-        return self._accumulation.active_loader
+        return self._accumulation.loaders.innermost
 
     @property
     def dataloader_references(self) -> list[Any]:
         """None, then the prepared loaders being read, outermost first."""
-        return [None, *self._accumulation.loaders]
+        return [None, *self._accumulation.loaders.entered()]
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being read."""
-        return self._accumulation.active_loader is not None
+        return self._accumulation.loaders.innermost is not None
 
     @staticmethod
     def _reset_state() -> None:

@@ -18,8 +18,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from nblaunch.errors import warn
-from nblaunch.training.collectives import nested, operations
-from nblaunch.training.collectives.nested import TensorInformation
+from nblaunch.training.collectives import operations
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.models import bare_module
 from nblaunch.training.prepare import Preparer
@@ -87,19 +86,6 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
     scalers = [scaler] if scaler is not None and scaler.is_enabled() else []
     holders: list[Any] = [*whole, *schedulers, *scalers, preparer.accumulation]
     for stateful in holders:
-        state = _state_of(source, stateful.state_dict())
+        state = operations.broadcast_nested(stateful.state_dict(), source)
         if not is_last:
             stateful.load_state_dict(state)
-
-
-def _state_of(source: int, state: Any) -> Any:
-    """Return the state of rank ``source``, with tensors in CPU memory."""
-    (described,) = operations.broadcast_object_list([nested.get_data_structure(state)], source)
-    if operations.rank() != source:
-        state = nested.recursively_apply(
-            TensorInformation.empty, described, test_type=nested.is_tensor_information
-        )
-    for leaf in nested.leaves(state):
-        if isinstance(leaf, torch.Tensor):
-            operations.broadcast(leaf, source)
-    return state

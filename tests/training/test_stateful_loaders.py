@@ -77,7 +77,7 @@ def test_states_have_the_format_of_torchdata(kind: Any, num_workers: int) -> Non
     assert _take(ours, 3) == expected
     state = theirs.state_dict()
     assert ours.state_dict() == state
-    assert context.current().training.accumulation.active_loader is None
+    assert context.current().training.accumulation.loaders.innermost is None
     continued = kind(range(32), use_stateful_dataloader=True, **options())
     continued.load_state_dict(state)
     assert continued.state_dict() == state

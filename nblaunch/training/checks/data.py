@@ -39,7 +39,7 @@ _NUM_EPOCHS = 3
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
     """Return the torch loader's iterator that was read most recently; None inside a prepared loader's loop."""
-    return plain_loops().last_iterator if prepared.accumulation.active_loader is None else None
+    return plain_loops().last_iterator if prepared.accumulation.loaders.innermost is None else None
 
 
 def _sampler_of(iterator: Any) -> Any:

@@ -205,8 +205,8 @@ class DifferentOrders(Check):
     is_hint = True
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        active = prepared.accumulation.active_loader
-        for other in prepared.accumulation.loaders_in_turns:
+        active = prepared.accumulation.loaders.innermost
+        for other in prepared.accumulation.loaders.in_turns():
             first, second = (getattr(loader, "shuffled_by", ()) for loader in (active, other))
             if not first or not second or active.dataset is other.dataset:
                 continue

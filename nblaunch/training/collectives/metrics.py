@@ -330,7 +330,7 @@ def _kind(part: Any) -> Any:
 
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     """Return the last batch if the loop has reached it and rows must be dropped; None otherwise."""
-    loader = accumulation.active_loader
+    loader = accumulation.loaders.innermost
     if loader is None or not loader.end_of_dataloader:
         return None
     samples = accumulation.remainder

@@ -261,9 +261,9 @@ def get_data_structure(data: Any) -> Any:
     return map_tensors(TensorInformation.of, data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: Any, device: torch.device | None = None) -> Any:
     """Return the structure that :func:`get_data_structure` described; its tensors have arbitrary contents."""
-    return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)
+    return recursively_apply(TensorInformation.empty, data_structure, device, test_type=is_tensor_information)
 
 
 # --- containers ------------------------------------------------------------------------------------------------------

@@ -150,6 +150,22 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
+def broadcast_nested(data: Any, from_process: int = 0, device: torch.device | None = None) -> Any:
+    """Return rank ``from_process``'s nested data; other ranks need not know its structure.
+
+    Structure and objects are pickled. Tensors are sent as they are; receivers get them on ``device``, None: the CPU.
+    """
+    if world_size() == 1:
+        return data
+    (structure,) = broadcast_object_list([nested.get_data_structure(data)], from_process)
+    if rank() != from_process:
+        data = nested.initialize_tensors(structure, device)
+    for leaf in nested.leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            _broadcast_tensor(leaf, from_process)
+    return data
+
+
 def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
     """Broadcast one contiguous tensor from rank 0; its shape and type are known to be equal on all ranks."""
     return _broadcast_tensor(tensor, 0) if world_size() > 1 else tensor

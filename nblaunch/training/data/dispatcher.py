@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch import formatting
 from nblaunch.training.collectives import nested, operations
-from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.adapter import ORDER, index_sampler_options
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.samplers import index_sampler_of, nested_samplers
@@ -129,7 +128,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if not self._is_reader:
                 self._take_batches_to_drop()
                 self.epochs.is_resuming = False  # only rank 0 creates an iterator
-            rounds = self._send(skipped) if self._is_reader else self._receive()
+            rounds = self._sent(skipped) if self._is_reader else self._received()
             for whole, num_rows, is_last in rounds:
                 rows = nested.count_rows(whole) // size
                 part = slice_fn(
@@ -144,26 +143,21 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
-    def _send(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+    def _sent(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         """Send each round, then yield it with its number of real rows and whether it is the last one."""
-        rounds = self._rounds(skipped)
-        while True:
+        rounds, is_last = self._rounds(skipped), False
+        while not is_last:
             try:
                 fetched = next(rounds, None)
             except Exception as error:
-                operations.broadcast_object_list([f"{type(error).__name__}: {error}"])
+                operations.broadcast_nested(f"{type(error).__name__}: {error}")
                 raise
             if fetched is None:
-                operations.broadcast_object_list([None])
+                operations.broadcast_nested(None)
                 return
             whole, num_rows, is_last = fetched
             whole = nested.map_tensors(torch.Tensor.contiguous, self._to_device(whole))
-            described = nested.get_data_structure(whole), num_rows, is_last
-            operations.broadcast_object_list([described])
-            nested.map_tensors(operations.broadcast_alike, whole)
-            yield whole, num_rows, is_last
-            if is_last:
-                return
+            yield operations.broadcast_nested((whole, num_rows, is_last))
 
     def _rounds(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         skipped += self._take_batches_to_drop()
@@ -266,21 +260,16 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # --- other ranks ---------------------------------------------------------------------------------------------
 
-    def _receive(self) -> Iterator[tuple[Any, int, bool]]:
-        while True:
-            (described,) = operations.broadcast_object_list([None])
-            if described is None:
+    def _received(self) -> Iterator[tuple[Any, int, bool]]:
+        is_last = False
+        while not is_last:
+            received = operations.broadcast_nested(None, device=self.device)
+            if received is None:
                 return
-            if isinstance(described, str):
-                raise RuntimeError(f"rank 0, which reads the data for all ranks, failed: {described}")
-            structure, num_rows, is_last = described
-            whole = nested.recursively_apply(
-                TensorInformation.empty, structure, self.device, test_type=nested.is_tensor_information
-            )
-            nested.map_tensors(operations.broadcast_alike, whole)
-            yield whole, num_rows, is_last
-            if is_last:
-                return
+            if isinstance(received, str):
+                raise RuntimeError(f"rank 0, which reads the data for all ranks, failed: {received}")
+            yield received
+            _, _, is_last = received
 
 
 def _check_leaves(batch: Any) -> None:
