@@ -105,10 +105,10 @@ def test_each_sample_is_seen_as_documented(world_size: int) -> None:
             assert sizes[0][-1] == math.ceil(rest / world_size)
 
 
-def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
-    """Return the second epoch, and the rest of it after the first rounds."""
+def _rest(kind: str, options: dict[str, Any]) -> list[Any]:
+    """Return the second epoch, and the rest of it after two rounds."""
     read = []
-    for skipped in (0, num_skipped):
+    for skipped in (0, 2):
         accelerator, data = _accelerator(**options), torch.arange(19)
         if kind == "stream":
             loader = DataLoader(_Stream(19), 4)
@@ -127,15 +127,22 @@ def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
     return read
 
 
+KINDS = ("shuffled", "stream", "lists")
+
+
+def _rests(options: dict[str, Any]) -> list[list[Any]]:
+    return [_rest(kind, options) for kind in KINDS]
+
+
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"use_stateful_dataloader": True}])
-@pytest.mark.parametrize("kind", ["shuffled", "stream", "lists"])
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_the_rest_of_an_epoch_is_completed_alike(kind: str, options: dict[str, Any]) -> None:
-    for whole, drawn, rest, drawn_by_rest in ranks.run(_rest, 2, kind, options, 2):
-        assert rest == whole[2:]
-        assert drawn_by_rest == drawn
-    whole = [one[0] for one in ranks.run(_rest, 2, kind, options, 1)]
-    assert whole[1][-1][-1] == whole[0][0][0], "the first row completes the last batch"
+def test_the_rest_of_an_epoch_is_completed_alike(options: dict[str, Any]) -> None:
+    on_ranks = ranks.run(_rests, 2, options)
+    for kind, *of_kind in zip(KINDS, *on_ranks, strict=True):
+        for whole, drawn, rest, drawn_by_rest in of_kind:
+            assert rest == whole[2:], kind
+            assert drawn_by_rest == drawn, kind
+        first, last = of_kind[0][0], of_kind[1][0]
+        assert last[-1][-1] == first[0][0], f"the first row completes the last batch of {kind}"
 
 
 class _Texts(IterableDataset):
@@ -256,23 +263,24 @@ def _failing_loader(kind: str) -> DataLoader:
     return DataLoader([1, 2, 3, None], batch_size=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("uneven in the middle", "a batch in the middle of the epoch has 3 rows"),
-        ("different shapes", "these can't be joined"),
-        ("words", "a batch has a str"),
-        ("numbers and words, split", "a batch has a str"),
-        ("nothing", "sends tensors, but a batch of type list has none"),
-        ("the collate_fn fails", "found <class 'NoneType'>"),
-    ],
-)
-def test_read_errors_of_rank_0_reach_all_ranks(kind: str, message: str) -> None:
-    zero, one = ranks.run(_fail, 2, kind)
-    assert message in zero[1]
-    assert one[0] == "RuntimeError"
-    assert one[1].startswith(f"rank 0, which reads the data for all ranks, failed: {zero[0]}: ")
-    assert message in one[1]
+FAILURES = {
+    "uneven in the middle": "a batch in the middle of the epoch has 3 rows",
+    "different shapes": "these can't be joined",
+    "words": "a batch has a str",
+    "numbers and words, split": "a batch has a str",
+    "nothing": "sends tensors, but a batch of type list has none",
+    "the collate_fn fails": "found <class 'NoneType'>",
+}
+
+
+def test_read_errors_of_rank_0_reach_all_ranks() -> None:
+    """One job makes all mistakes, because an error leaves nothing behind that would disturb the next loader."""
+    zeros, ones = ranks.run(lambda: [_fail(kind) for kind in FAILURES], 2)
+    for zero, one, message in zip(zeros, ones, FAILURES.values(), strict=True):
+        assert message in zero[1]
+        assert one[0] == "RuntimeError"
+        assert one[1].startswith(f"rank 0, which reads the data for all ranks, failed: {zero[0]}: ")
+        assert message in one[1]
 
 
 def test_undispatchable_data_is_rejected() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pickle
+import platform
 import sys
 from collections import OrderedDict, UserDict, namedtuple
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import parse
 from safetensors.torch import load_file
+from torch.torch_version import TorchVersion
 
 from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
@@ -245,3 +249,46 @@ def test_a_logger_passes_messages_through_process(caplog: pytest.LogCaptureFixtu
     logger.warning("Test")
     _Loud(logger.logger, {}).warning("Test %s", "a")
     assert [record.message for record in caplog.records] == ["[RANK 0] Test", "[RANK 0] Test a!"]
+
+
+# --- availability: versions are compared in the order of PEP 440 ------------------------------------------------------
+
+
+def test_torch_is_new_enough() -> None:
+    assert utils.is_torch_version(">=", "2.5")
+    assert not utils.is_torch_version("<", "2.5.0")
+
+
+def test_torch_version_comes_from_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version("torch")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(f"{installed.partition('+')[0]}+cu999"))
+    assert utils.is_torch_version("==", installed)
+    assert utils.is_torch_version("<=", installed)
+    assert not utils.is_torch_version(">", installed)
+
+
+def test_versions_are_compared_numerically() -> None:
+    assert utils.compare_versions(parse("2.10.1"), ">", "2.9")
+    assert utils.compare_versions(parse("2.10"), "==", "2.10.0")
+    assert utils.compare_versions(parse("2.10rc1"), "<", "2.10")
+
+
+def test_availability_takes_library_names() -> None:
+    assert utils.compare_versions("numpy", "==", importlib.metadata.version("numpy"))
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        utils.compare_versions("no-such-library", ">", "1.0")
+
+
+def test_unknown_comparisons_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"operation='=>'.*'<', '<=', '==', '!=', '>=', '>'"):
+        utils.is_torch_version("=>", "2.5")
+
+
+def test_old_linux_kernels_get_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    uname = platform.uname()
+    monkeypatch.setattr(platform, "uname", lambda: uname._replace(release="6.1.0-9-amd64"))
+    utils.check_os_kernel()
+    monkeypatch.setattr(platform, "uname", lambda: uname._replace(release="5.4.0-9-generic"))
+    with pytest.warns(UserWarning, match=r"5\.4\.0-9-generic.*5\.5\.0"):
+        utils.check_os_kernel()

@@ -1,13 +1,30 @@
-"""A few random training loops compared with one process; ``python -m tests.benchmarks training`` runs more."""
+"""A few rounds of the lotteries, which draw training loops and accidents while checkpoints are written at random.
+
+``python -m tests.benchmarks training`` and ``python -m tests.benchmarks.checkpoints`` play hundreds.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import training
+from tests.benchmarks import checkpoints, training
+
+
+@pytest.mark.parametrize("play", [checkpoints.kill_round, checkpoints.disk_round, checkpoints.flip_round])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_lost(tmp_path: Path, play: checkpoints.Round, seed: int) -> None:
+    assert play(random.Random(seed), tmp_path) == ""
+
+
+def test_late_ranks_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_LONG_S", (0.0, 0.4))
+    assert checkpoints.late_round(random.Random(3), tmp_path) == ""
+
 
 # Two ranks, one with an additional batch, for two epochs.
 _UNEVEN = training.Draw(
