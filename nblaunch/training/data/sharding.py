@@ -116,37 +116,32 @@ class BatchSamplerShard(BatchSampler):
 
     def _has_no_part(self, rank: int) -> bool:
         """Return whether the last batch is so short that ``rank`` gets nothing; False if this is unknown."""
-        tail = max(0, length_of(self.sampler)) % self._global_size
-        return 0 < tail <= rank * self._part_size
+        tail = max(0, length_of(self.sampler)) % (self._own_size * self.num_processes)
+        return 0 < tail <= rank * self._own_size
 
     @property
-    def _global_size(self) -> int:
+    def _own_size(self) -> int:
+        """Rows of a rank's full batch."""
         assert self.batch_size is not None
-        return self.batch_size
-
-    @property
-    def _part_size(self) -> int:
-        return self._global_size // self.num_processes
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         self.tail_rows = 0
-        if self.split_batches:
-            return self._iter_parts()
         # A plain batch sampler divides a list of indices. Doing that here avoids creating other ranks'
         # batches.
         is_plain = (
             type(self.batch_sampler) is BatchSampler and self.batch_size == self.batch_sampler.batch_size
         )
-        if is_plain:
+        if is_plain and not self.split_batches:
             return chain.from_iterable(self._cut_flat(self.batch_sampler.sampler))  # type: ignore[attr-defined]
-        return self._iter_whole()
+        return self._take_own(self._rounds())
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Yield lists of this rank's batches, whose indices come from ``sampler``: the batches of :meth:`_iter_whole`.
+        """Yield lists of this rank's batches, whose indices come from ``sampler``: the batches of :meth:`_take_own`.
 
         If the sampler draws a permutation, the first list holds the batches of all complete rounds.
         """
-        size = self._global_size
+        size = self._own_size
         round_size = size * self.num_processes
         start = self.process_index * size
         order = _permutation(sampler)
@@ -170,17 +165,30 @@ class BatchSamplerShard(BatchSampler):
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]
             if self.even_batches:
-                batches = self._complete(batches, self.num_processes, head or rows)
+                batches = self._complete(batches, head or rows)
             yield batches[self.process_index : self.process_index + 1]
 
-    def _iter_whole(self) -> Iterator[list[int]]:
-        """Yield every P-th batch, after reading a whole round of P batches."""
-        batches = iter(self.batch_sampler)
+    def _rounds(self) -> Iterator[list[list[int]]]:
+        """Yield the batches of all ranks, round by round: P batches, or the parts of one. The last may lack some."""
+        batches, size = iter(self.batch_sampler), self.num_processes
+        if not self.split_batches:
+            while batch_round := list(islice(batches, size)):
+                yield batch_round
+            return
+        for batch in map(list, batches):
+            parts = (batch[rank * self._own_size : (rank + 1) * self._own_size] for rank in range(size))
+            yield [part for part in parts if part]
+
+    def _take_own(self, rounds: Iterator[list[list[int]]]) -> Iterator[list[int]]:
+        """Yield this rank's batch of every round, after padding a round if ``even_batches`` is set."""
         first: list[list[int]] = []
-        while batch_round := list(islice(batches, self.num_processes)):
+        for batch_round in rounds:
             first = first or batch_round
             self.tail_rows = 0
-            if self.drop_last and len(batch_round) < self.num_processes:
+            is_short = len(batch_round) < self.num_processes
+            if self.split_batches and not is_short:
+                is_short = len(batch_round[-1]) < self._own_size
+            if self.drop_last and is_short:
                 return
             if self.even_batches:
                 batch_round = self._even(batch_round, first)
@@ -195,34 +203,18 @@ class BatchSamplerShard(BatchSampler):
             self.tail_rows = sum(map(len, batch_round)) if missing else 0
             self.completed_rows = sum(map(len, completed))
             return completed
-        if not missing and all(len(batch) >= self._global_size for batch in batch_round):
+        if not missing and all(len(batch) >= self._own_size for batch in batch_round):
             return batch_round
-        return self._complete(batch_round, self.num_processes, list(chain.from_iterable(first)))
+        return self._complete(batch_round, list(chain.from_iterable(first)))
 
-    def _iter_parts(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each batch, after padding a short batch if ``even_batches`` is set."""
-        size, part = self._global_size, self._part_size
-        head: list[int] = []
-        for batch in self.batch_sampler:
-            batch = list(batch)
-            head = head or batch
-            self.tail_rows = 0
-            if len(batch) < size and self.drop_last:
-                return
-            if len(batch) < size and self.even_batches:
-                batch = self._complete([batch], 1, head)[0]
-            mine = batch[self.process_index * part : (self.process_index + 1) * part]
-            if mine:
-                yield mine
-
-    def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
+    def _complete(self, batch_round: list[list[int]], head: list[int]) -> list[list[int]]:
         """Divide the rows of ``batch_round`` into equal batches; pad the end with repeated rows of ``head``.
 
         Real rows come first, in order, so the padding is everything after the first ``tail_rows`` rows.
         """
         rows = [index for batch in batch_round for index in batch]
-        size = max(self._global_size, math.ceil(len(rows) / num_batches))
-        self.completed_rows = size * num_batches
+        size = max(self._own_size, math.ceil(len(rows) / self.num_processes))
+        self.completed_rows = size * self.num_processes
         self.tail_rows = len(rows) % self.completed_rows
         rows += islice(_cycle(head), self.completed_rows - len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]
