@@ -94,9 +94,11 @@ class NotebookPickler(cloudpickle.CloudPickler):
         elsewhere = reductions.reduction(obj)
         if elsewhere is not None:
             return elsewhere
-        if not is_named:
-            return super().reducer_override(obj)
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and not self._main_by_reference:
+            return reductions.of_named_object(obj, self._main, self.dispatch_table)
+        if not is_named:
+            return reduced
         if "." in obj.__qualname__ or not isinstance(reduced, tuple):
             return reduced
         make, args, state, _, _, set_state = reduced

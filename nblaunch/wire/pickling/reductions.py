@@ -18,6 +18,8 @@ name, as pickle does for functions without a module.
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import importlib
 import inspect
 import pickle
@@ -150,6 +152,44 @@ def _of_hidden_class(cls: type) -> Reduction | None:
     return None
 
 
+def of_named_object(obj: Any, main: Any, dispatch_table: Mapping[type, Callable[[Any], Any]]) -> Any:
+    """Return how to copy an object of ``__main__`` that reduces to its name, such as a sentinel or a ``NewType``.
+
+    The copy becomes a member of ``__main__`` in the fresh process. For other objects, return their own reduction, or
+    NotImplemented.
+
+    Raises:
+        PicklingError: the object can't be copied.
+    """
+    kind: Any = type(obj)
+    reduce = dispatch_table.get(kind)
+    if reduce is None and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        return NotImplemented
+    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+    is_name = isinstance(reduced, str) and getattr(main, reduced, None) is obj
+    if not is_name or pickle.whichmodule(obj, reduced) != "__main__":  # type: ignore[attr-defined]
+        return reduced
+    try:
+        object.__new__(kind)
+    except TypeError:  # a class that is written in C
+        raise PicklingError(f"only forked workers can inherit objects of type {kind.__name__}") from None
+    names = [*getattr(obj, "__dict__", ()), *copyreg._slotnames(kind)]  # type: ignore[attr-defined]
+    attributes = {name: getattr(obj, name) for name in names if hasattr(obj, name)}
+    return object.__new__, (kind,), (reduced, attributes), None, None, _set_named_object
+
+
+def _set_named_object(obj: Any, state: tuple[str, Mapping[str, Any]]) -> None:
+    name, attributes = state
+    for attribute, value in attributes.items():
+        object.__setattr__(obj, attribute, value)
+    setattr(sys.modules["__main__"], name, obj)
+
+
+def _of_type_alias(alias: Any) -> Reduction:
+    kind: Any = type(alias)
+    return functools.partial(kind, alias.__name__, alias.__value__, type_params=alias.__type_params__), ()
+
+
 def _holds(module: Any, name: str, cls: type) -> bool:
     """Return whether ``module`` has ``cls``, without calling its ``__getattr__``, which may import other modules."""
     return getattr(module, "__dict__", {}).get(name) is cls
@@ -162,6 +202,8 @@ def _class_of(module_name: str, name: str) -> Any:
 _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
+    ("typing", "TypeAliasType", _of_type_alias),
+    ("typing_extensions", "TypeAliasType", _of_type_alias),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", _reject_iterator),
     ("multiprocessing.queues", "Queue", _reject("a multiprocessing queue")),

@@ -182,3 +182,26 @@ def test_cached_functions_of_cells_arrive(kernel: Kernel, start_method: str) -> 
         f"nblaunch.notebook_launcher(train, num_processes=1, start_method={start_method!r}, dashboard='none')"
     )
     assert cell.value == (832040, 7)
+
+
+@contract("import path and modules")
+def test_objects_of_cells_that_are_pickled_by_name_arrive(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch, typing, typing_extensions\n"
+        "class Missing:\n"
+        "    def __reduce__(self): return 'MISSING'\n"
+        "MISSING = Missing()\n"
+        "MISSING.why = 'unknown'\n"
+        "UserId = typing.NewType('UserId', int)\n"
+        "Pair = typing_extensions.TypeAliasType('Pair', tuple[int, int])\n"
+        "def train(user: UserId, value=MISSING) -> Pair:\n"
+        "    return UserId(user), value is MISSING, MISSING.why, str(train.__annotations__['return'].__value__)\n"
+        f"options = dict(num_processes=1, start_method={start_method!r}, dashboard='none')"
+    )
+    assert kernel.run("nblaunch.notebook_launcher(train, (7,), **options)").value == (
+        7,
+        True,
+        "unknown",
+        "tuple[int, int]",
+    )
+    assert kernel.run("nblaunch.notebook_launcher(lambda: MISSING, **options) is MISSING").value is True
