@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -58,10 +59,16 @@ def kept_out() -> Iterator[None]:
 
 
 def fork() -> int:
-    """Fork with the system's function. A debugger may have replaced ``os.fork`` to follow the child."""
+    """Fork with the system's function, without warnings; the child keeps this process's warning filters.
+
+    A debugger may have replaced ``os.fork`` to follow the child. Python and jax warn before the fork of a process with
+    several threads; workers are kept from using what belongs to other threads.
+    """
     import posix
 
-    return posix.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return posix.fork()
 
 
 def note() -> str | None:

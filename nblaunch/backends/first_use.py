@@ -316,10 +316,7 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     A child that takes longer than ``timeout_s`` seconds counts as hung.
     """
     reader, writer = os.pipe()
-    with warnings.catch_warnings(), attached_debugger.kept_out():
-        # Python warns about forking with threads; this child touches nothing that threads may hold, and ends
-        # immediately.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with attached_debugger.kept_out():
         pid = attached_debugger.fork()
         if pid == 0:
             _run_probe(attempt, writer)

@@ -21,7 +21,6 @@ import re
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,7 +87,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
     pids: dict[int, int] = {}
     for assignment in assignments:
         try:
-            pid = _fork()
+            pid = attached_debugger.fork()
         except OSError as error:
             kill_and_reap(pids.values())  # the workers that were already started
             raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
@@ -125,17 +124,6 @@ def _other_threads_finishing() -> Iterator[Callable[[], None]]:
         yield partial(sys.setswitchinterval, interval_s)
     finally:
         sys.setswitchinterval(interval_s)
-
-
-def _fork() -> int:
-    """Fork without a warning; the child keeps this process's warning filters."""
-    if sys.version_info < (3, 12):  # older versions do not warn
-        return attached_debugger.fork()
-    with warnings.catch_warnings():
-        # Python warns when a process with several threads forks; worker/ keeps workers from using what belongs to other
-        # threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return attached_debugger.fork()
 
 
 def _prepare_backend(backend: Backend) -> None:

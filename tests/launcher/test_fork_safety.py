@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch import backends
+from nblaunch import attached_debugger, backends
 from nblaunch.diagnosis.stacks import Position, StackFrame
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
@@ -202,6 +203,44 @@ def test_a_process_that_has_left_a_ray_cluster_is_not_forked(
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     assert "same IDs" in (hazard(imports_ray) or "")
     assert hazard(uses_nothing) is None
+
+
+def test_a_function_that_takes_only_an_array_of_jax_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "comm").write_text("tf_XLAEigen\n")
+    monkeypatch.setattr(library_threads, "_THREADS", tmp_path)
+    monkeypatch.setitem(sys.modules, "jaxlib", ModuleType("jaxlib"))
+    array = type("ArrayImpl", (), {"__module__": "jaxlib._jax"})()
+    assert "the function uses jaxlib" in (hazard(uses_nothing, array) or "")
+
+
+@pytest.mark.parametrize("module", ["distributed.client", "dask.array.core"])
+def test_a_function_that_uses_a_dask_client_of_the_kernel_is_not_forked(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    client = ModuleType("distributed.client")
+    for name in ("distributed", "dask"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "distributed.client", client)
+    value = type("OfDask", (), {"__module__": module})()
+    client._global_clients = {}  # type: ignore[attr-defined]
+    assert hazard(uses_nothing, value) is None
+    client._global_clients[0] = object()  # type: ignore[attr-defined]
+    assert f"the function uses {module.partition('.')[0]}," in (hazard(uses_nothing, value) or "")
+    assert hazard(uses_nothing) is None
+
+
+def test_a_fork_shows_no_warning_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of jax, which warns before each fork, although the launcher forks only functions that don't use it."""
+
+    def warn() -> int:
+        warnings.warn("os.fork() is incompatible with multithreaded code", RuntimeWarning, stacklevel=2)
+        return 5
+
+    monkeypatch.setattr("posix.fork", warn)
+    assert attached_debugger.fork() == 5
 
 
 def test_a_hang_inside_a_library_names_it(running: None) -> None:

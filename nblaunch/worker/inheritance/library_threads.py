@@ -51,6 +51,8 @@ class Library:
         return any(re.fullmatch(self.thread, name) for name in _thread_names())
 
 
+_DASK_CLIENTS = ("distributed.client", "_global_clients")
+
 LIBRARIES = (
     # Ray comes before grpc, because it contains grpc. Its threads remain after ray.shutdown().
     Library(
@@ -68,8 +70,11 @@ LIBRARIES = (
         "does not use gRPC; forks are safe again once its channels and servers are closed",
     ),
     Library("jax", "tf_XLAEigen"),
+    Library("jaxlib", "tf_XLAEigen"),  # the module of jax's arrays and compiled functions
     Library("tensorflow", r"tf_\w+"),
     Library("numba", flag=("numba.np.ufunc.parallel", "_is_initialized")),
+    Library("distributed", flag=_DASK_CLIENTS),
+    Library("dask", flag=_DASK_CLIENTS),  # its collections compute through a client, if there is one
 )
 
 _TOKIO_THREADS = {"tokio-rt-worker", "tokio-runtime-w"}
