@@ -194,13 +194,9 @@ def failures(view: JobView) -> tuple[Failure, ...]:
 
 
 def _causes(view: JobView, failed_ranks: list[RankView]) -> list[Failure]:
-    grouped: dict[tuple[bool, str, str], list[RankView]] = {}
-    for rank in failed_ranks:
-        is_other = rank.rank != view.end.failed_rank
-        grouped.setdefault((is_other, rank.failure, rank.failed_at), []).append(rank)
     merged: dict[tuple[str, str], list[RankView]] = {}
-    for (_, failure, where), ranks in sorted(grouped.items(), key=lambda item: item[0][0]):
-        merged.setdefault((failure, where), []).extend(ranks)
+    for rank in sorted(failed_ranks, key=lambda rank: rank.rank != view.end.failed_rank):
+        merged.setdefault((rank.failure, rank.failed_at), []).append(rank)
     causes = []
     for number, ((failure, where), ranks) in enumerate(merged.items()):
         who = formatting.ranks(sorted(rank.rank for rank in ranks))

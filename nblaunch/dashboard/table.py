@@ -403,8 +403,8 @@ def _progress(view: JobView, left_s: float | None) -> str:
         return ""
     is_known = 0 < last.epoch <= last.num_epochs
     trains = last.epoch > 0 or last.state is WorkerState.TRAINING
-    losses = [rank.loss for rank in view.ranks if rank.loss is not None]
-    rates = [rank.samples_per_s for rank in view.ranks if rank.samples_per_s]
+    job = WholeJob(view, last, left_s)
+    mean_loss, samples_per_s = COLUMNS["loss"].of_job(job), sum(job.known("samples_per_s"))
     fraction = last.job_fraction
     parts = [
         _position(last, is_known=is_known),
@@ -412,8 +412,8 @@ def _progress(view: JobView, left_s: float | None) -> str:
         if fraction is None
         else f"{int(100 * fraction)} %" + " of the epoch" * (last.epoch > 0 and not is_known),
         "" if left_s is None or not trains else f"{whole_duration(left_s)} left",
-        f"loss {loss(sum(losses) / len(losses))}" if losses else "",
-        f"{rate(sum(rates))} samples/s" if rates else "",
+        f"loss {mean_loss}" if mean_loss else "",
+        f"{rate(samples_per_s)} samples/s" if samples_per_s else "",
     ]
     return " · ".join(part for part in parts if part)
 

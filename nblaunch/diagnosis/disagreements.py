@@ -231,8 +231,7 @@ def explain(
     if disagreement.of_rates:
         headline = f"optimizer step {disagreement.number}: {shown}"
         return Explanation(headline, faulty, (), _RATES, "learning_rates_differ")
-    of_group = "" if disagreement.group.is_default else f" of the group of {group_name(disagreement.group)}"
-    headline = f"collective {disagreement.number}{of_group}: {shown}"
+    headline = f"{numbered(disagreement.number, disagreement.group)}: {shown}"
     lines = [*_left_loops(sides, calls, steps or {}), *_other_lines(disagreement, calls)]
     if len({described(calls_of_side[0]) for _, calls_of_side in sides}) == 1 and _advice(sides) == _MODELS:
         lines.append("Their parameters have different shapes or a different order.")
@@ -410,6 +409,11 @@ def place(call: Call) -> str:
     """Return where a call is made: ``cell 5, line 9``, ``train.py, line 18``."""
     name = cell_name(call.site.filename).rpartition("/")[2]
     return f"{name}, line {call.site.line}" if name else "an unknown line"
+
+
+def numbered(number: int, group: Group) -> str:
+    """Return a collective by its number, such as ``collective 3 of the group of ranks 0 and 1``."""
+    return f"collective {number}" + ("" if group.is_default else f" of the group of {group_name(group)}")
 
 
 def group_name(group: Group) -> str:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.disagreements import Explanation, outside_majority, place
+from nblaunch.diagnosis.disagreements import Explanation, place, sides_in_words
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
@@ -412,18 +412,15 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
     if root.failed is None or not _is_rejection(root):
         return None
     passed = {int(rank): text for rank, text in _PASSED.findall(root.failed.info.message)}
-    named = {rank: report.calls[rank].last for rank in passed if rank in report.calls}
-    texts = {
-        rank: f"{call.site.name or call.site.kind} of {passed[rank]} ({place(call)})"
-        for rank, call in named.items()
-        if call is not None
+    named = {
+        rank: call
+        for rank in passed.keys() & report.calls.keys()
+        if (call := report.calls[rank].last) is not None
     }
-    grouped = formatting.ranks_by_text(passed)
-    if len(grouped) < 2 or texts.keys() != passed.keys():
+    if len(set(passed.values())) < 2 or named.keys() != passed.keys():
         return None
-    faulty = outside_majority(list(grouped.values())) or ()
-    sides = sorted(formatting.ranks_by_text(texts).items(), key=lambda side: not set(side[1]) <= set(faulty))
-    return Explanation("; ".join(f"{formatting.ranks(ranks)} {text}" for text, ranks in sides), faulty)
+    texts = {rank: f"{call.site.name or call.site.kind} of {passed[rank]}" for rank, call in named.items()}
+    return Explanation(*sides_in_words(texts, named))
 
 
 def _is_rejection(cause: RootCause) -> bool:

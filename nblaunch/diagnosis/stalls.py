@@ -21,6 +21,7 @@ from nblaunch.diagnosis.disagreements import (
     described,
     group_name,
     num_batches,
+    numbered,
     outside_majority,
     places,
     sides_in_words,
@@ -423,8 +424,7 @@ def _what(call: Call) -> str:
         return f"{text} with {group_name(call.site.group)}"
     if not call.is_collective or call.site.group is None:
         return text
-    of_group = "" if call.site.group.is_default else f" of the group of {group_name(call.site.group)}"
-    return f"{text}, collective {call.number}{of_group}"
+    return f"{text}, {numbered(call.number, call.site.group)}"
 
 
 _UNEVEN = (
