@@ -54,8 +54,8 @@ class ProcessContext:
             environment.
         num_commands: number of session commands that this process has started.
         num_collectives: returns how many collectives this process has called; None = unknown.
-        reports: the reports that this process writes to the board (``progress/reports.py``); None before their first
-            use; opaque here.
+        reports: the reports that this process writes to the board (``progress/board_reports.py``); None before their
+            first use; opaque here.
         training: the ``SharedState`` of ``nblaunch.training`` in this process; None before its first use; opaque here.
         was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
             ``training``.

@@ -4,8 +4,7 @@
     plain loops: DataLoader, backward, optimizer ──┼──> Reports ──> slot of the board ──> launcher ──> dashboards
     Trainer, Lightning, fastai: number of epochs ──┘
 
-reports.py         the reports of this process, shared by all libraries in it
-board_reports.py   loops, losses, busy time, device memory
+board_reports.py   the reports of this process: loops, losses, busy time, device memory
 planned_epochs.py  how many epochs the user's ``for`` loops will run
 plain_loops.py     training loops without nblaunch's Accelerator, observed by hooks on torch
 loss_graphs.py     reads the graph of a loss: its last division, a parameter that shows steps without torch's optimizers

@@ -1,5 +1,7 @@
 """Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
+All libraries in a process share its :class:`Reports`.
+
 Busy time is the time that a rank spends on a step, excluding waits for other ranks. It reveals a straggler among ranks
 that run in lockstep:
 
@@ -24,9 +26,12 @@ from typing import Any
 
 import torch
 
+from nblaunch import context
 from nblaunch.backends.base import Backend
-from nblaunch.events import WorkerState
+from nblaunch.errors import user_frame
+from nblaunch.events import EpochEnded, WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
+from nblaunch.user_code import is_user_file
 from nblaunch.weights import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 from nblaunch.wire.spans import SpanKind, start_of
@@ -503,3 +508,74 @@ class LossReport:
 def _number(value: torch.Tensor | float) -> float:
     # On a lazy device, reading a number without a copy to the CPU compiles another graph.
     return float(value.cpu() if isinstance(value, torch.Tensor) else value)
+
+
+# --- the reports of this process --------------------------------------------------------------------------------------
+
+NAN_CHECK = "nan_on_one_rank"
+"""Name of the check of losses in ``NBLAUNCH_CHECKS``."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports that this process writes to its slot of the board.
+
+    Args:
+        loops: the running loops over loaders and iterables.
+        losses: the losses, and the memory of the device.
+        busy_time: the time per step spent without waiting for other ranks.
+        at_begin: called when another command of a session begins.
+        at_end: called when the function has returned, before the last losses are shown.
+    """
+
+    loops: LoopStack
+    losses: LossReport
+    busy_time: BusyTime
+    at_begin: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+
+    def report_epoch(self, loop: Loop) -> None:
+        """Report the end of a loop over a training loader, after its losses have been flushed."""
+        here = context.current()
+        duration_s = monotonic() - loop.began_s
+        mean = self.losses.take_mean()
+        here.emit(EpochEnded(here.topology.rank, epoch=loop.epoch, loss=mean, duration_s=duration_s))
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier command of a session has shown."""
+        self.losses.begin_anew()
+        self.loops.begin_anew()
+        for begin in self.at_begin:
+            begin()
+
+    def finish(self) -> None:
+        """Show the final losses and device memory at the end of the function."""
+        for finish in self.at_end:
+            finish()
+        self.busy_time.pause()
+        self.losses.show_last()
+
+
+def get_reports() -> Reports:
+    """Return the reports of this process; the first call creates them."""
+    here = context.current()
+    if here.reports is None:
+        losses = LossReport(here.slot, here.backend, _report_nan)
+        here.reports = Reports(LoopStack(here.slot), losses, BusyTime(here.slot))
+        here.flush_losses, here.forget_losses = here.reports.finish, here.reports.begin_anew
+    reports: Reports = here.reports
+    return reports
+
+
+def _report_nan(step: int) -> None:
+    """Send the first step after which all losses of this rank are NaN; the launcher compares the ranks' steps."""
+    frame = user_frame()
+    context.current().observe(
+        NAN_CHECK,
+        f"losses have been NaN since step {step} on one rank, and since the next step on all others",
+        "Check the samples that this rank has read for this step: their gradients made all weights NaN",
+        frame if is_user_file(frame.f_code.co_filename) else None,
+        step=step,
+        value=step,
+        judged_by="first",
+    )

@@ -535,7 +535,7 @@ def plain_loops() -> PlainLoops:
 
 
 def _make() -> PlainLoops:
-    from nblaunch.progress.reports import get_reports  # imports torch
+    from nblaunch.progress.board_reports import get_reports  # imports torch
 
     reports = get_reports()
     _made[:] = [PlainLoops(weakref.ref(context.current()), reports, reports.loops.num_commands)]

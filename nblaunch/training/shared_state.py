@@ -12,8 +12,7 @@ import torch
 from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.events import WorkerState
-from nblaunch.progress.board_reports import BusyTime, LoopStack, LossReport, length_of
-from nblaunch.progress.reports import get_reports
+from nblaunch.progress.board_reports import BusyTime, LoopStack, LossReport, get_reports, length_of
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
 from nblaunch.training.checks.watch import Watch

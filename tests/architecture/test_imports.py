@@ -34,7 +34,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.session.session"): "only session= needs it",
     ("nblaunch.notebook", "nblaunch.detached.job_process"): "only detach= needs it",
     ("nblaunch.worker.bootstrap", "nblaunch.worker.debugger"): "few workers are debugged",
-    ("nblaunch.progress.plain_loops", "nblaunch.progress.reports"): "not every worker imports torch",
+    ("nblaunch.progress.plain_loops", "nblaunch.progress.board_reports"): "not every worker imports torch",
     ("nblaunch", "nblaunch.session"): "magics need IPython",
     (
         "nblaunch.cli.merge",

@@ -24,9 +24,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.progress.board_reports import Loop, length_of
+from nblaunch.progress.board_reports import Loop, get_reports, length_of
 from nblaunch.progress.plain_loops import leave_out
-from nblaunch.progress.reports import get_reports
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.adapter import (
     FINISHED,

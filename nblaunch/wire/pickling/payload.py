@@ -2,7 +2,7 @@
 
     offset 0   header: place and length of the pickles, number of buffers in the table
     64 ...     large buffers and tensors of devices, raw, 64-byte aligned, each written when the pickler reaches it
-    then       tensors on the CPU and NumPy arrays, as blocks that preserve their overlap in memory (``blocks.py``)
+    then       tensors on the CPU and NumPy arrays, as blocks that preserve their overlap in memory
     then       two pickles: descriptions of tensors and arrays; the value (cloudpickle: functions and classes of
                ``__main__`` by value). Then the table of buffers
     then       if the file has a name, the signature of header, pickles and table, the only parts that can run code
@@ -41,8 +41,16 @@ import cloudpickle
 from nblaunch.wire import accelerate_states, signing
 from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.pickling import reductions
-from nblaunch.wire.pickling.blocks import Arrays, Place, Span
-from nblaunch.wire.pickling.memory_file import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
+from nblaunch.wire.pickling.memory_file import (
+    Arrays,
+    CopiedFile,
+    FileWriter,
+    MappedFile,
+    NullWriter,
+    Place,
+    Span,
+    aligned,
+)
 
 _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<QQ")
