@@ -90,6 +90,20 @@ def _fits(present: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
     return {">=": present >= limit, "<=": present <= limit, ">": present > limit, "<": present < limit}[sign]
 
 
+def is_subclass(kind: type, *names: str) -> bool:
+    """Return whether a class is one of a library's, such as ``"torch.nn.Module"``, or derived from it.
+
+    Nothing is imported, because no class is derived from one that is not loaded. Pass ``type(value)`` to test a value:
+    ``isinstance`` would read its ``__class__``, which raises an error in a proxy without an object.
+    """
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        base = getattr(sys.modules.get(module), attribute, None)
+        if isinstance(base, type) and issubclass(kind, base):
+            return True
+    return False
+
+
 def when_imported(name: str, change: Change) -> None:
     """Call ``change(module)`` now if the module is loaded, or else right after its import."""
     module = sys.modules.get(name)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import has_user_class, used_by
 
@@ -100,15 +100,15 @@ def _kind_of_iterator(value: Any) -> str | None:
         return None if value.gi_frame is None else "generator"  # exhausted
     if issubclass(type(value), (AsyncGeneratorType, *_ITERATORS)):
         return "iterator"
-    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_SingleProcessDataLoaderIter", None)
-    return "iterator of a DataLoader" if kind is not None and issubclass(type(value), kind) else None
+    is_of_loader = packages.is_subclass(
+        type(value), "torch.utils.data.dataloader._SingleProcessDataLoaderIter"
+    )
+    return "iterator of a DataLoader" if is_of_loader else None
 
 
 def _is_writable_map(value: Any) -> bool:
-    kind = getattr(sys.modules.get("numpy"), "memmap", None)
-    return kind is not None and issubclass(type(value), kind) and value.mode in ("r+", "w+")
+    return packages.is_subclass(type(value), "numpy.memmap") and value.mode in ("r+", "w+")
 
 
 def _compresses(value: Any) -> bool:
-    kind = getattr(sys.modules.get("zstandard"), "ZstdCompressionWriter", None)
-    return kind is not None and issubclass(type(value), kind) and not value.closed
+    return packages.is_subclass(type(value), "zstandard.ZstdCompressionWriter") and not value.closed

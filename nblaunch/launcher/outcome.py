@@ -5,7 +5,6 @@ EndedAttempt   the last attempt with its report and the results of its ranks; co
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from nblaunch import formatting
+from nblaunch import formatting, packages
 from nblaunch.diagnosis.exceptions import hide_launcher, is_of_rank, rebuild
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.report import AttemptReport
@@ -434,13 +433,10 @@ def _are_shards(result: RankResult | None) -> bool:
 
 def _holds_tensors(result: RankResult | None) -> bool:
     """Return whether a rank's return value is or contains tensors or modules."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or result is None:
-        return False
-    pending, num_seen = [result.value], 0
+    pending, num_seen = [] if result is None else [result.value], 0
     while pending and num_seen < _MAX_SEARCHED:
         value, num_seen = pending.pop(), num_seen + 1
-        if issubclass(type(value), (torch.Tensor, torch.nn.Module)):
+        if packages.is_subclass(type(value), "torch.Tensor", "torch.nn.Module"):
             return True
         if issubclass(type(value), (list, tuple, dict)):
             parts = dict.values(value) if issubclass(type(value), dict) else value

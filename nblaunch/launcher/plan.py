@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from nblaunch import attached_debugger, backends, context, env, formatting
+from nblaunch import attached_debugger, backends, context, env, formatting, packages
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
@@ -340,10 +340,6 @@ def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
 
 def _has_prepared(value: Any) -> bool:
     """Return whether ``value`` is an Accelerator of Hugging Face Accelerate with prepared objects."""
-    module: Any = sys.modules.get("accelerate.accelerator")
-    kind = getattr(module, "Accelerator", None)
-    if kind is None or not issubclass(type(value), kind):
-        return False
-    return any(
+    return packages.is_subclass(type(value), "accelerate.accelerator.Accelerator") and any(
         getattr(value, name, None) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
     )

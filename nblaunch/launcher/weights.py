@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from nblaunch import formatting
+from nblaunch import formatting, packages
 from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.user_code import used_by
@@ -225,12 +225,9 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
 
 def _modules(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the trainable modules that ``function`` refers to, each once, under the name that it uses."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return {}
     modules: dict[str, Any] = {}
     for where, value in used_by(function):
-        is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own __class__ may raise
+        is_module = packages.is_subclass(type(value), "torch.nn.Module")
         if not is_module or any(value is other for other in modules.values()):
             continue
         if any(parameter.requires_grad for parameter in value.parameters()):

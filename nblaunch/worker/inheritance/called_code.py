@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.user_code import captured_variables, is_user_module, is_users, module_of, names_in
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
@@ -153,8 +153,7 @@ def _is_wrapper(function: FunctionType) -> bool:
 
 def _hooks(value: Any) -> Iterator[Any]:
     """Yield the hooks of a module, if it is one."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.nn.Module):
+    if packages.is_subclass(type(value), "torch.nn.Module"):
         for part in value.modules():
             for hooks in (part._forward_pre_hooks, part._forward_hooks, part._backward_hooks):
                 yield from hooks.values()

@@ -17,6 +17,7 @@ from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.user_code import is_users, module_of
 from nblaunch.worker.inheritance import called_code, watched_values
 from nblaunch.worker.inheritance.plain_values import has_own_class
@@ -26,6 +27,9 @@ _MAX_DEPTH = 2
 """Maximum number of attributes and items in a name, such as the two in ``trainer.average.weights``."""
 _MAX_ITEMS = 100
 """A container with more items counts as data, and the objects in it are not examined."""
+_OF_TORCH = ("torch.nn.Module", "torch.optim.Optimizer")
+_DATASET = "torch.utils.data.Dataset"
+_ARRAYS = ("torch.Tensor", "numpy.ndarray", "numpy.number")
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, deque)
 
@@ -49,7 +53,6 @@ class Finder:
         self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}
         self._seen: set[int] = set()
         self._owners: list[tuple[str, Any, set[str]]] = []
-        self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[Variable]:
         """Yield a variable if a function may fill it; otherwise, its attributes that a function may fill."""
@@ -89,9 +92,9 @@ class Finder:
     def _variables(self, name: str, value: Any, depth: int) -> Iterator[Variable]:
         if not has_own_class(value) or id(value) in self._seen or id(value) in self._collected:
             return
-        if self._torch is not None and isinstance(value, self._torch.nn.Module):
+        if packages.is_subclass(type(value), "torch.nn.Module"):
             yield from self._of_module(name, value)
-        if self._torch is not None and isinstance(value, self._torch.optim.Optimizer):
+        if packages.is_subclass(type(value), "torch.optim.Optimizer"):
             self._seen.add(id(value))
             self.optimizers[name] = value
             return
@@ -124,9 +127,7 @@ class Finder:
         """Remember which attributes the user's object, class or function has now."""
         if _has_own_attributes(value) and not isinstance(value, (MethodType, Enum)):
             held = getattr(value, "__dict__", None)
-            if held is not None and not (
-                self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
-            ):
+            if held is not None and not packages.is_subclass(type(value), _DATASET):
                 self._owners.append((name, value, set(held)))
 
     def _of_attribute(
@@ -138,7 +139,7 @@ class Finder:
             yield from self._tensors(where, part)
             return
         # A dataset may load its data or cache samples.
-        is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
+        is_dataset = packages.is_subclass(type(value), _DATASET)
         if not (is_dataset and type(part) is dict):
             yield from self.variables(where, part, depth + 1)
         if not is_dataset and not is_for_itself(attribute):
@@ -168,11 +169,8 @@ class Finder:
         """Return the attributes of an object, a function or the user's class; none for other definitions."""
         if isinstance(value, FunctionType):
             return dict(vars(value)) if _has_own_attributes(value) else {}
-        left_out: tuple[type, ...] = (ModuleType, MethodType, Enum)
-        if self._torch is not None:
-            left_out += (self._torch.nn.Module, self._torch.optim.Optimizer)
         kind = value if isinstance(value, type) else type(value)
-        if isinstance(value, left_out) or issubclass(kind, left_out):
+        if issubclass(kind, (ModuleType, MethodType, Enum)) or packages.is_subclass(kind, *_OF_TORCH):
             return {}
         attributes: dict[str, Any] = {}
         for each in reversed(kind.__mro__):
@@ -248,11 +246,7 @@ def _assignable(name: str, get: Callable[[], Any]) -> Variable:
     before = get()
 
     def has_changed(value: Any) -> bool:
-        return value is not before and type(value) is not bool and issubclass(type(value), _plain_types())
+        is_plain = issubclass(type(value), _PLAIN) or packages.is_subclass(type(value), *_ARRAYS)
+        return value is not before and type(value) is not bool and is_plain
 
     return Variable(name, get, has_changed)
-
-
-def _plain_types() -> tuple[type, ...]:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return (*_PLAIN, *([torch.Tensor] if torch else []), *([numpy.ndarray, numpy.number] if numpy else []))

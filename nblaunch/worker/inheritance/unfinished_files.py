@@ -125,15 +125,17 @@ def hold_back_text(files: Collection[Any]) -> None:
     """
     for file in files:
         if isinstance(file, io.TextIOWrapper):
-            writer = next((kind for kind in _WRITERS if _is_of(file.buffer, kind)), None)
+            writer = next(
+                (
+                    each
+                    for each in _WRITERS
+                    if packages.is_subclass(type(file.buffer), f"{each.module}.{each.name}")
+                ),
+                None,
+            )
             if writer is not None:
                 reject = functools.partial(_raise, writer.what, _path(file.fileno()))
                 file.write = reject  # type: ignore[method-assign]
-
-
-def _is_of(obj: Any, writer: _Writer) -> bool:
-    cls = _class(writer)
-    return cls is not None and isinstance(obj, cls)
 
 
 def _class(writer: _Writer) -> Any:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from nblaunch import packages
 from nblaunch.user_code import module_of
 
 HasChanged = Callable[[Any], bool]
@@ -113,9 +114,11 @@ class Watcher:
         """Return such a function for a tensor or a container of tensors; None if the value is neither."""
         is_container = isinstance(value, _ITERATED)
         tensors = list(_parts(value)) if is_container else [value]
-        if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
+        if not 0 < len(tensors) <= _MAX_TENSORS:
             return None
-        if not all(isinstance(each, self._torch.Tensor) and not each.is_shared() for each in tensors):
+        if not all(
+            packages.is_subclass(type(each), "torch.Tensor") and not each.is_shared() for each in tensors
+        ):
             return None
         before = [self._state_of(each) for each in tensors]
 
@@ -241,18 +244,12 @@ def is_kept(attribute: str, before: Any, now: Any) -> bool:
 
 
 def _is_collection(value: Any) -> bool:
-    return isinstance(value, CONTAINERS) or _is_table(value) or _is_numeric(value)
-
-
-def _is_numeric(value: Any) -> bool:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    kinds = (*([torch.Tensor] if torch else []), *([numpy.ndarray] if numpy else []))
-    return isinstance(value, kinds)
+    is_numeric = packages.is_subclass(type(value), "torch.Tensor", "numpy.ndarray")
+    return isinstance(value, CONTAINERS) or _is_table(value) or is_numeric
 
 
 def _is_of_tensors(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(next(iter(_parts(value)), value), torch.Tensor)
+    return packages.is_subclass(type(next(iter(_parts(value)), value)), "torch.Tensor")
 
 
 def _length(value: Any) -> int:
