@@ -222,7 +222,8 @@ def _start(attempt: Attempt, stack: ExitStack) -> RunningAttempt:
         group = STARTERS[attempt.plan.start_method](call, assignments, board, attempt.saved)
     left_running: list[str] = []
     # Runs after the group has been closed, when no worker can start another process.
-    stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
+    groups = group.process_groups()
+    stack.callback(lambda: left_running.extend(descendants.end({*groups, *group.pids().values()})))
     stack.callback(group.close)
     devices = DeviceSampler(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
     stack.callback(devices.close)
@@ -265,12 +266,6 @@ def _open_selector(stack: ExitStack) -> selectors.BaseSelector:
         descriptors.keep_from_children(selector.fileno())
         stack.callback(descriptors.forget, selector.fileno())
     return selector
-
-
-def _end_descendants(
-    descendants: Descendants, group: WorkerGroup, first_groups: Sequence[int], ended: list[str]
-) -> None:
-    ended += descendants.end({*first_groups, *group.pids().values()})
 
 
 def _assign(

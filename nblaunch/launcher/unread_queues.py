@@ -198,7 +198,8 @@ class _Kept:
         """Write as many bytes as the pipe takes now; return a function that writes the rest."""
         descriptors.close(self.reader)
         if not self._messages:
-            self._end()
+            descriptors.close(self._writer)
+            self._end_reading()
             return None
         has_lock = self._write_lock.acquire(timeout=_LOCK_S)
         data = memoryview(b"".join(self._messages))
@@ -219,10 +220,6 @@ class _Kept:
 
         self._end_reading()
         return write_rest
-
-    def _end(self) -> None:
-        descriptors.close(self._writer)
-        self._end_reading()
 
     def _end_reading(self) -> None:
         if self._is_locked:

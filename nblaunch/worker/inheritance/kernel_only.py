@@ -181,11 +181,7 @@ def _drop_kernel_messages() -> None:
     """Drop widget messages, which Jupyter's message session rejects in a fork and logs in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
-        kernel.session.send = _send_nothing
-
-
-def _send_nothing(*args: object, **kwargs: object) -> None:
-    """Replace the ``send`` of Jupyter's message session. The original also returns None in a fork."""
+        kernel.session.send = lambda *args, **kwargs: None  # as the original returns in a fork
 
 
 def _kernel() -> Any:

@@ -222,15 +222,6 @@ def _set_sparse_checks(torch: Any, is_enabled: bool) -> None:
     (checks.enable if is_enabled else checks.disable)()
 
 
-def _saved_tensors_hooks(torch: Any) -> Any:
-    """Return the innermost pair of autograd's saved-tensor hooks; torch calls only that pair."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _push_saved_tensors_hooks(torch: Any, hooks: tuple[Any, Any]) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-
-
 _HOOKS = (
     ("torch.nn.modules.module", "_global_forward_pre_hooks", "register_module_forward_pre_hook"),
     ("torch.nn.modules.module", "_global_forward_hooks", "register_module_forward_hook"),
@@ -307,14 +298,6 @@ def _jax_options(jax: Any) -> dict[str, Any]:
     }
 
 
-def _start_method(multiprocessing: Any) -> str | None:
-    return multiprocessing.get_start_method(allow_none=True)
-
-
-def _set_start_method(multiprocessing: Any, method: str | None) -> None:
-    multiprocessing.set_start_method(method, force=True)
-
-
 def _stack_size(threading: Any) -> int:
     size: int = threading.stack_size()  # this call also restores the default
     threading.stack_size(size)
@@ -361,7 +344,12 @@ _PYTHON = (
         lambda locale, value: locale.setlocale(locale.LC_ALL, value),
     ),
     LibrarySetting("decimal.setcontext", "decimal", _decimal_context, _set_decimal_context),
-    LibrarySetting("multiprocessing.set_start_method", "multiprocessing", _start_method, _set_start_method),
+    LibrarySetting(
+        "multiprocessing.set_start_method",
+        "multiprocessing",
+        lambda multiprocessing: multiprocessing.get_start_method(allow_none=True),
+        lambda multiprocessing, method: multiprocessing.set_start_method(method, force=True),
+    ),
     *_calls("socket", ("getdefaulttimeout", "setdefaulttimeout")),
     *_calls("csv", ("field_size_limit", "field_size_limit")),
     LibrarySetting(
@@ -433,8 +421,9 @@ _TORCH = (
     LibrarySetting(
         "torch.autograd.graph.saved_tensors_hooks",
         "torch",
-        _saved_tensors_hooks,
-        _push_saved_tensors_hooks,
+        # Torch calls only the innermost pair.
+        lambda torch: torch._C._autograd._top_saved_tensors_default_hooks(True),
+        lambda torch, hooks: torch._C._autograd._push_saved_tensors_default_hooks(*hooks),
     ),
     LibrarySetting(
         "torch.sparse.check_sparse_tensor_invariants",
