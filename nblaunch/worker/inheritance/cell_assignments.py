@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from nblaunch.user_code import is_user_module, names_in
 from nblaunch.worker.inheritance import called_code, cell_text, plain_values
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeable
-from nblaunch.worker.inheritance.sent_changes import SentChange
+from nblaunch.worker.inheritance.sent_changes import Place, SentChange
 
 MAX_BYTES = 1 << 20
 """Larger values are named instead, because every worker would load them, even if its function does not use them."""
@@ -52,23 +52,6 @@ _SIMPLE = (int, float, complex, str, bytes, bool, type(None), tuple, list, dict,
 
 OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
 """Modules and packages whose attributes belong to the process: streams, arguments, the shell."""
-
-
-class Place(NamedTuple):
-    """The location of a value.
-
-    Args:
-        module: name of the module.
-        owner: the class in the module, as its qualified name; "" for an attribute of the module.
-        name: name of the attribute.
-    """
-
-    module: str
-    owner: str
-    name: str
-
-    def __str__(self) -> str:
-        return ".".join(filter(None, self))
 
 
 class _StateOfThread(NamedTuple):
@@ -139,12 +122,13 @@ def _content(value: Any) -> Any:
 
 
 def _write(place: Place, module: Any, value: Any) -> None:
-    owner = attrgetter(place.owner)(module) if place.owner else module
-    present = vars(owner).get(place.name)
+    path, _, name = place.path.rpartition(".")
+    owner = attrgetter(path)(module) if path else module
+    present = vars(owner).get(name)
     if isinstance(value, _StateOfThread):
         _set_state_of_thread(present, value.value)
     elif not plain_values.take_over(present, value):  # other modules may have imported the object itself
-        setattr(owner, place.name, value)
+        setattr(owner, name, value)
 
 
 def _set_state_of_thread(present: Any, value: Any) -> None:
@@ -164,8 +148,8 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     """
     owner, last = cell_text.value_at(path[:-1]), path[-1]
     if isinstance(owner, type):
-        module, qualified = sys.modules.get(owner.__module__), owner.__qualname__
-        is_found = module is not None and _found(module, qualified) is owner
+        module, qualified = sys.modules.get(owner.__module__), f"{owner.__qualname__}."
+        is_found = module is not None and _found(module, owner.__qualname__) is owner
     else:
         module, qualified = owner, ""
         is_found = isinstance(owner, ModuleType) and sys.modules.get(owner.__name__) is owner
@@ -176,7 +160,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     value = vars(owner)[last]
     if is_container and not (is_changeable(value) and is_user_module(module)):
         return None
-    return Place(module.__name__, qualified, last), value
+    return Place(module.__name__, f"{qualified}{last}"), value
 
 
 def _found(module: ModuleType, qualified: str) -> Any:
@@ -210,7 +194,7 @@ class _Search:
                     and not isinstance(value, (ModuleType, type, FunctionType))
                     and is_changeable(value)
                 ):
-                    self._homes[id(value)] = Place(name, "", attribute)
+                    self._homes[id(value)] = Place(name, attribute)
 
     def follow_settings(self, cell: cell_text.CellText) -> None:
         """Add the global variables in which libraries keep settings, such as the one that
@@ -227,7 +211,7 @@ class _Search:
                 continue
             for name in _assigned_by(function) & vars(module).keys():
                 if type(vars(module)[name]) in _SETTING:
-                    self.found[Place(module.__name__, "", name)] = vars(module)[name]
+                    self.found[Place(module.__name__, name)] = vars(module)[name]
 
     def follow(self, cells: Iterable[cell_text.CellText]) -> None:
         """Add what cells may have changed in the user's modules."""
@@ -242,7 +226,7 @@ class _Search:
                 function = cell_text.value_at(path)
                 if isinstance(function, FunctionType) and _is_user_function(function):
                     module = function.__globals__["__name__"]
-                    self.changed.update(Place(module, "", name) for name in _assigned_by(function))
+                    self.changed.update(Place(module, name) for name in _assigned_by(function))
             for owners, strings in cell.named:
                 self._follow_strings(owners, strings)
 
@@ -256,7 +240,7 @@ class _Search:
                 continue  # an assignment
             for name in _constants(module.__file__ or ""):
                 if name in vars(module):
-                    self.found[Place(module.__name__, "", name)] = vars(module)[name]
+                    self.found[Place(module.__name__, name)] = vars(module)[name]
 
     def _follow_names(self, names: Iterable[str]) -> None:
         """Add attributes whose full names are strings, as in ``patch("torch.nn.functional.relu", my_relu)``."""
@@ -266,8 +250,8 @@ class _Search:
             if not isinstance(module, ModuleType) or attribute not in vars(module) or name == "__main__":
                 continue
             if name.partition(".")[0] not in OF_PROCESS:
-                self.found[Place(name, "", attribute)] = vars(module)[attribute]
-                self.changed.add(Place(name, "", attribute))
+                self.found[Place(name, attribute)] = vars(module)[attribute]
+                self.changed.add(Place(name, attribute))
 
     def _follow_calls(self, values: Iterable[Any]) -> None:
         """Add what the code that calls with these values may reach may have changed."""
@@ -293,21 +277,21 @@ class _Search:
             if name.startswith("__") or issubclass(type(value), _METHODS) or not has_own_class(value):
                 continue
             if isinstance(value, _SIMPLE) or is_changeable(value):
-                self.found[Place(kind.__module__, kind.__qualname__, name)] = value
+                self.found[Place(kind.__module__, f"{kind.__qualname__}.{name}")] = value
 
     def _add_variables(self, function: FunctionType) -> None:
         """Add the global variables that a function assigns, and the objects among those that it names."""
         module = self.modules[function.__globals__["__name__"]]
         names, assigned = set(names_in(function.__code__)), called_code.assignments_in(function.__code__)
-        named = {Place(module.__name__, "", name): vars(module)[name] for name in names & vars(module).keys()}
+        named = {Place(module.__name__, name): vars(module)[name] for name in names & vars(module).keys()}
         for value in list(named.values()):
             if has_own_class(value) and isinstance(value, ModuleType) and value.__name__ in self.modules:
                 for name in names & vars(value).keys():
-                    named[Place(value.__name__, "", name)] = vars(value)[name]
+                    named[Place(value.__name__, name)] = vars(value)[name]
         self._add_objects(named.values())
         for place, value in named.items():
             is_own = place.module == module.__name__
-            if (("STORE_GLOBAL" if is_own else "STORE_ATTR"), place.name) in assigned:
+            if (("STORE_GLOBAL" if is_own else "STORE_ATTR"), place.path) in assigned:
                 self.found[place] = value
 
 

@@ -20,7 +20,6 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from nblaunch.user_code import is_standard_file, is_user_module
 from nblaunch.worker.inheritance import cell_text
 from nblaunch.worker.inheritance.cell_assignments import MAX_BYTES, OF_PROCESS
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
-from nblaunch.worker.inheritance.sent_changes import SentChange
+from nblaunch.worker.inheritance.sent_changes import Place, SentChange
 
 _REGISTERS = re.compile(
     r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
@@ -43,24 +42,6 @@ _LEFT_OUT = {
 _MAX_ENTRIES = 10_000
 _NO_VALUE = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 """Expressions that could have side effects if they were evaluated again."""
-
-
-class Registrar(NamedTuple):
-    """The function or dictionary of a module through which something is registered.
-
-    Args:
-        module: name of the module.
-        path: names of attributes, joined by dots.
-    """
-
-    module: str
-    path: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.path}"
-
-    def find(self) -> Any:
-        return attrgetter(self.path)(sys.modules[self.module])
 
 
 class _Call(NamedTuple):
@@ -94,7 +75,7 @@ def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
     Args:
         sources: the text of the cells.
     """
-    sent: dict[tuple[Registrar, bytes], SentChange] = {}
+    sent: dict[tuple[Place, bytes], SentChange] = {}
     left: dict[str, None] = {}
     for statement in (each for text in sources for each in _statements(text)):
         target = _target(statement.path)
@@ -133,7 +114,7 @@ def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
     return list(sent.values()), list(left)
 
 
-def _write(registrar: Registrar, module: Any, content: _Call | list[_Entry]) -> None:
+def _write(registrar: Place, module: Any, content: _Call | list[_Entry]) -> None:
     if isinstance(content, _Call):
         _repeat(registrar.find(), content)
     else:
@@ -205,20 +186,20 @@ def _calls(node: ast.stmt) -> Iterator[_Statement]:
                 yield _Statement(path, call, node.name)
 
 
-def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
-    """Return the function at the end of a path that starts in the notebook, as a :class:`Registrar` and as an object.
+def _target(path: cell_text.Path) -> tuple[Place, Any] | None:
+    """Return the function at the end of a path that starts in the notebook, as a :class:`Place` and as an object.
 
     Return None if no module contains it.
     """
     values = cell_text.values_on(path)
     if len(values) != len(path):
         return None
-    registrar: Registrar | None = None
+    registrar: Place | None = None
     for position, value in enumerate(values):
         if isinstance(value, ModuleType):
             registrar = None
         elif registrar is not None:
-            registrar = Registrar(registrar.module, f"{registrar.path}.{path[position]}")
+            registrar = Place(registrar.module, f"{registrar.path}.{path[position]}")
         else:
             owner = values[position - 1] if position else None
             registrar = _registrar_of(value, owner, path[position])
@@ -229,9 +210,9 @@ def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
     return registrar, values[-1]
 
 
-def _registrar_of(value: Any, owner: Any, name: str) -> Registrar | None:
+def _registrar_of(value: Any, owner: Any, name: str) -> Place | None:
     if isinstance(owner, ModuleType):
-        return Registrar(owner.__name__, name) if sys.modules.get(owner.__name__) is owner else None
+        return Place(owner.__name__, name) if sys.modules.get(owner.__name__) is owner else None
     qualified = getattr(value, "__qualname__", None)
     module_name = getattr(value, "__module__", None)
     names = [
@@ -246,7 +227,7 @@ def _registrar_of(value: Any, owner: Any, name: str) -> Registrar | None:
             and module != "__main__"
             and module in sys.modules
         ):
-            registrar = Registrar(module, path)
+            registrar = Place(module, path)
             try:
                 if registrar.find() is value:
                     return registrar

@@ -6,10 +6,34 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nblaunch import packages
 from nblaunch.wire.pickling import payload
+
+
+class Place(NamedTuple):
+    """The location of a value in a module.
+
+    Args:
+        module: name of the module.
+        path: names of attributes, joined by dots.
+    """
+
+    module: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+    def find(self) -> Any:
+        """Return the value in this process.
+
+        Raises:
+            Exception: it does not exist, or a module that imports its parts lazily raised an error.
+        """
+        return attrgetter(self.path)(sys.modules[self.module])
 
 
 class SentChange(NamedTuple):
