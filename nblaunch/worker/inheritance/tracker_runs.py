@@ -47,7 +47,7 @@ _STUDY_WRITES = (
 
 
 def watch(warn: Callable[[str], None]) -> None:
-    """Connect this worker to the runs of the kernel that forked it.
+    """Connect this worker to the runs of the kernel that forked it, and to studies.
 
     Args:
         warn: receives a sentence for the user.
@@ -63,13 +63,17 @@ def watch(warn: Callable[[str], None]) -> None:
         "tensorboard.summary.writer.event_file_writer": lambda module: packages.before_first_use(
             module.EventFileWriter, ["add_event", "flush", "close"], _begin_event_file
         ),
-        "optuna.storages._in_memory": lambda module: packages.before_first_use(
-            module.InMemoryStorage, _STUDY_WRITES, lambda _: warn(_LOST_BY_STUDIES)
-        ),
     }
     for name, change in changes.items():
         if name in sys.modules:  # otherwise, the kernel has no runs
             packages.observe_when_imported(name, change)
+    # A fresh process gets copies of studies, too.
+    packages.observe_when_imported(
+        "optuna.storages._in_memory",
+        lambda module: packages.before_first_use(
+            module.InMemoryStorage, _STUDY_WRITES, lambda _: warn(_LOST_BY_STUDIES)
+        ),
+    )
 
 
 # --- wandb -----------------------------------------------------------------------------------------------------------
