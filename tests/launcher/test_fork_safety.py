@@ -291,7 +291,11 @@ def add():
         cell = kernel.run(f"notebook_launcher({function}, num_processes=2), last_job().plan.start_method")
         assert cell.value == (value, "forkserver")
         assert "gRPC runs threads in this process" in cell.shown
-    kernel.run("channel.close()")
+    kernel.run(
+        "channel.close()\n"
+        "from nblaunch.worker.inheritance import library_threads\n"
+        "while library_threads.find_hazard((add, ())): pass  # its threads end a moment later"
+    )
     cell = kernel.run("notebook_launcher(add, num_processes=2), last_job().plan.start_method")
     assert cell.value == (2, "fork")
 
