@@ -214,7 +214,7 @@ def test_kept_workers_end_after_a_time(kernel: Kernel) -> None:
     kernel.run(PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0")
     kernel.run(LAUNCH.format(2), raises="ValueError")
     assert kernel.run("nblaunch.last_job().find_debugger()[1]").value == 1
-    kernel.wait_for_no_processes(20.0)
+    kernel.wait_for_no_processes()
     kernel.run("nblaunch.debug()", raises="RuntimeError")
 
 

@@ -125,7 +125,7 @@ busy = [Busy.remote()]
 ray.get([one.ready.remote() for one in busy])
 """)
     cell = notebook.submit("go(rank, resources_per_node={'CPU': 3}, return_all=True, dashboard='text')")
-    cell.wait_for_text("waiting for nodes of the Ray cluster: 2 nodes with 3 CPU each are needed", 90)
+    cell.wait_for_text("waiting for nodes of the Ray cluster: 2 nodes with 3 CPU each are needed")
     notebook.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
     notebook.run("del busy")

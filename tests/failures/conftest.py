@@ -159,7 +159,7 @@ def value_of(kernel: Kernel, expression: str) -> Any:
 
 def assert_as_before(kernel: Kernel) -> None:
     """Check that no process is left, nothing in the kernel has changed, and a launch works."""
-    kernel.wait_for_no_processes(2.0)
+    kernel.wait_for_no_processes()
     found = value_of(kernel, "(changed(before), relaunch(), nblaunch.last_job().status)")
     assert found == ({}, [3.0, 3.0], "done")
 

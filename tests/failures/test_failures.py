@@ -37,7 +37,7 @@ found = dict(
 )
 def test_a_failure_is_reported_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
     cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises)
-    shared.wait_for_no_processes(1.0)
+    shared.wait_for_no_processes()
     shared.run(INSPECT.format(check=case.check, rank=case.rank))
     found = value_of(shared, "found")
     assert (found["kind"], found["is_as_wanted"]) == (case.raises, True), found["text"]

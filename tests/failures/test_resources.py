@@ -240,7 +240,7 @@ def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path
             # A process or the thread of the rendezvous store fails to start, whichever comes first.
             assert re.search("Resource temporarily unavailable|can't start new thread", text)
             assert len(cell.raised.lines) <= 25, cell.describe()
-            kernel.wait_for_no_processes(3.0)
+            kernel.wait_for_no_processes()
         finally:
             group.limit.write_text("max")
         assert_as_before(kernel)

@@ -165,7 +165,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=Tr
     )
     assert cell.value == [[780] * 4] * 2
     assert "Exception" not in cell.stdout
-    shared.wait_for_no_processes(5)
+    shared.wait_for_no_processes()
 
 
 def test_a_launcher_inside_the_function_is_rejected_at_once(fresh: Kernel, tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def kill_the_server():
     assert cell.error is not None
     assert "ended with its forkserver (pid " in cell.error.value, cell.describe()
     assert "which was killed by SIGKILL" in cell.error.value, cell.describe()
-    shared.wait_for_no_processes(10.0)
+    shared.wait_for_no_processes()
 
 
 @pytest.mark.parametrize("methods", [("fork", "forkserver"), thorough(("spawn",))])

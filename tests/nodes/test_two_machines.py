@@ -266,7 +266,7 @@ def test_a_death_is_named_on_the_other_machine(
     launches[victim].kill(whole_machine=whole_machine)
     outcome = survivor.result(SOON_S)
     assert re.match(
-        rf"NodeLost: node {victim} \(host \S+, rank {victim}\) (has sent no heartbeat for \d s|ended: its launching)",
+        rf"NodeLost: node {victim} \(host \S+, rank {victim}\) (has sent no heartbeat for \d+ s|ended: its launching)",
         error_of(outcome),
     )
     assert rows(survivor)[victim] == "failed"
@@ -369,13 +369,13 @@ def cable(pair: Pair) -> Pair:
 
 
 def test_a_short_network_cut_is_survived(cable: Pair, static: Settings) -> None:
-    settings = {**static, "rdzv_conf": {"keep_alive_interval": 2, "keep_alive_max_attempt": 10}}
+    settings = {**static, "rdzv_conf": {"keep_alive_interval": 2, "keep_alive_max_attempt": 100}}
     launches = [cable[rank].start("step_on", 60, **settings) for rank in range(2)]
     launches[0].wait_for("step 10 ")
     cable.cut()
     for rank, launch in enumerate(launches):
         launch.wait_for(f"node {1 - rank} (host ")
-        assert re.search(r"has sent no heartbeat for [2-9] s", launch.output)
+        assert re.search(r"has sent no heartbeat for \d+ s", launch.output)
     cable.mend()
     for launch in launches:
         assert launch.result()["value"] == [2]
