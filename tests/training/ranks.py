@@ -47,6 +47,7 @@ _IMPORTED = (
 # because Accelerate may search for one.
 _IMPORTED_BY_SOME = (
     "accelerate",
+    "datasets",
     "nblaunch.notebook",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
