@@ -230,7 +230,8 @@ def is_own(instance: Any) -> bool:
 _acting = threading.RLock()
 """Held while an object is made usable, because several threads may start to use it at the same moment."""
 
-os.register_at_fork(after_in_child=_acting._at_fork_reinit)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):  # Windows, where the package says what it needs, has no forks
+    os.register_at_fork(after_in_child=_acting._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def before_first_use(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,8 +13,6 @@ from typing import NamedTuple
 
 from nblaunch.host import exhaustion
 
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
 _STEAL = 8  # index in the first line of /proc/stat
 _NUM_FIELDS = 37  # of /proc/PID/stat after the name, up to the last one that is read
@@ -100,7 +99,7 @@ def _parsed(pid: int, stat: str) -> Process | None:
         parent=int(fields[1]),
         group=int(fields[2]),
         posix_session=int(fields[3]),
-        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND,
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
         started=int(fields[19]),
         processor=int(fields[36]),
     )
@@ -189,7 +188,7 @@ def own_bytes(pid: int) -> int | None:
     kernel, because separating them takes milliseconds.
     """
     fields = _read(pid, "statm").split()
-    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else None
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE if len(fields) > 2 else None
 
 
 def unusual_state(pid: int) -> str | None:
@@ -276,7 +275,7 @@ def allowed_processors(pid: int) -> set[int]:
 def stolen_seconds() -> float:
     """Return the processor time that this virtual machine's host has withheld from it. Source: proc_stat(5)."""
     fields = read("/proc/stat").partition("\n")[0].split()
-    return int(fields[_STEAL]) / _TICKS_A_SECOND if len(fields) > _STEAL else 0.0
+    return int(fields[_STEAL]) / os.sysconf("SC_CLK_TCK") if len(fields) > _STEAL else 0.0
 
 
 def throttled_seconds() -> float:

@@ -14,7 +14,7 @@ for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "curses
     sys.modules[name] = None
 for module, names in {
     os: "fork register_at_fork setsid setpgid killpg getpgid memfd_create pidfd_open waitid WNOHANG O_CLOEXEC "
-        "sched_getaffinity getuid geteuid statvfs openpty forkpty",
+        "sched_getaffinity getuid geteuid statvfs sysconf openpty forkpty",
     signal: "SIGKILL SIGHUP SIGQUIT SIGCHLD SIGUSR1 SIGUSR2 SIGRTMIN pthread_sigmask siginterrupt setitimer",
     select: "poll epoll PIPE_BUF", socket: "AF_UNIX",
 }.items():
