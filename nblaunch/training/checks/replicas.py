@@ -133,7 +133,11 @@ class DifferentStatistics(Check):
 
 def _advice(model: DistributedDataParallel) -> str:
     """Return what to do about gradients that DDP has not averaged."""
-    missing = [name for name, parameter in model.module.named_parameters() if _lacks_gradient(parameter)]
+    missing = [
+        name
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
     if missing and not model.find_unused_parameters:
         return (
             f"DistributedDataParallel waits for the gradients of unused parameters, such as {missing[0]}. Pass "
@@ -144,10 +148,6 @@ def _advice(model: DistributedDataParallel) -> str:
         "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave no_sync() "
         "before the last backward pass of a step"
     )
-
-
-def _lacks_gradient(parameter: torch.nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.grad is None
 
 
 def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:

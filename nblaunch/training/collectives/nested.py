@@ -306,7 +306,9 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
         # Some mappings iterate over rows instead of keys, such as ``tensordict.TensorDict``.
         keys = data.keys()
         contents = dict(zip(keys, values, strict=True))
-        return contents if kind is dict else _rebuilt_mapping(data, contents)
+        if kind is dict:
+            return contents
+        return _filled(data, contents) if isinstance(data, MutableMapping) else _constructed(data, contents)
     if isinstance(data, Sequence):
         return rebuilt_sequence(data, values)
     return _rebuilt_fields(data, values)
@@ -321,11 +323,9 @@ def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
         made.clear()
         made.extend(values)
         return made
-    if _are_identical(data, values):
-        return data
-    if isinstance(data, MutableSequence):
+    if isinstance(data, MutableSequence) and not _holds(data, values):
         return _filled(data, dict(enumerate(values)))
-    return _constructed(data, values, lambda made: _are_identical(made, values))
+    return _constructed(data, values)
 
 
 def check_independent(operation: str, data: Any) -> None:
@@ -368,14 +368,6 @@ def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
     return made
 
 
-def _rebuilt_mapping(data: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
-    if isinstance(data, MutableMapping):  # this includes dict
-        return _filled(data, contents)
-    if _holds(data, contents):
-        return data
-    return _constructed(data, contents, lambda made: _holds(made, contents))
-
-
 def _filled(data: Any, contents: dict[Any, Any]) -> Any:
     """Return a copy of a mutable container with ``contents`` assigned to its keys or positions."""
     before = {key: data[key] for key in contents}
@@ -405,13 +397,15 @@ def _copied(data: Any) -> Any:
     return made
 
 
-def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
+def _constructed(data: Any, contents: Any) -> Any:
     """Call an immutable container's class with ``contents``, and return the result after checking its contents."""
+    if _holds(data, contents):
+        return data
     try:
         made = type(data)(contents)
     except Exception as error:
         raise _not_rebuilt(data, f"{type(error).__name__}: {error}") from error
-    if not is_right(made):
+    if not _holds(made, contents):
         raise _not_rebuilt(data, "its constructor changes these contents")
     return made
 
@@ -423,11 +417,10 @@ def _not_rebuilt(data: Any, reason: str) -> TypeError:
     )
 
 
-def _are_identical(data: Any, values: list[Any]) -> bool:
-    return len(data) == len(values) and all(ours is value for ours, value in zip(data, values, strict=True))
-
-
-def _holds(data: Any, contents: dict[Any, Any]) -> bool:
-    return len(data) == len(contents) and all(
-        key in data and data[key] is value for key, value in contents.items()
-    )
+def _holds(data: Any, contents: Any) -> bool:
+    """Return whether a container has exactly these values, at the same keys or positions."""
+    if len(data) != len(contents):
+        return False
+    if isinstance(contents, dict):
+        return all(key in data and data[key] is value for key, value in contents.items())
+    return all(ours is value for ours, value in zip(data, contents, strict=True))
