@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -124,10 +125,21 @@ def test_each_sample_is_gathered_once_in_any_structure(options: dict[str, Any]) 
                 assert gathered == right(rows), name
 
 
-def _values_of_ranks(rows: int) -> list[Any]:
+@functools.cache
+def _on_two_ranks() -> list[dict[str, Any]]:
+    """Run the programs below, which end at the same collective on each rank, in one job; return the results by name."""
+    programs = (_values_of_ranks, _single_samples, _errors, _lists_of_columns, _different_structures)
+    return ranks.run(lambda: {program.__name__: program() for program in programs}, 2)
+
+
+def _results_of(program: Callable[[], Any]) -> list[Any]:
+    return [results[program.__name__] for results in _on_two_ranks()]
+
+
+def _values_of_ranks() -> list[Any]:
     """Return gathered values with one per rank, which are kept even if fewer samples than ranks are left."""
     accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(torch.arange(rows).float(), batch_size=2))
+    loader = accelerator.prepare(DataLoader(torch.arange(5).float(), batch_size=2))
     gathered: Any = None
     for batch in loader:
         loss = batch.sum()
@@ -139,7 +151,7 @@ def _values_of_ranks(rows: int) -> list[Any]:
 
 
 def test_values_of_ranks_are_kept() -> None:
-    for gathered in ranks.run(_values_of_ranks, 2, 5):
+    for gathered in _results_of(_values_of_ranks):
         assert gathered == [[4.0, 3.0], [4.0, 3.0], ["4", "3"], None, ["4.0", "3.0"]]
 
 
@@ -150,7 +162,7 @@ def _single_samples() -> list[Any]:
 
 
 def test_single_sample_batches_keep_one_value_per_rank() -> None:
-    assert ranks.run(_single_samples, 2) == [[[0.0, 1.0], [2.0]]] * 2
+    assert _results_of(_single_samples) == [[[0.0, 1.0], [2.0]]] * 2
 
 
 # Words of the error -> values that can't be cut.
@@ -185,7 +197,7 @@ def _errors() -> dict[str, str]:
 
 
 def test_uncuttable_values_raise_on_every_rank() -> None:
-    for messages in ranks.run(_errors, 2):
+    for messages in _results_of(_errors):
         for name in UNCLEAR:
             with pytest.raises(ValueError, match=f"rows of {name} belong to which sample"):
                 raise ValueError(messages[name])
@@ -204,7 +216,7 @@ def _lists_of_columns() -> list[list[list[int]]]:
 
 def test_lists_of_as_many_columns_as_samples_are_cut() -> None:
     rows = list(range(ROWS))
-    assert ranks.run(_lists_of_columns, 2) == [[rows, [2 * row for row in rows]]] * 2
+    assert _results_of(_lists_of_columns) == [[rows, [2 * row for row in rows]]] * 2
 
 
 def _different_structures() -> str:
@@ -218,7 +230,7 @@ def _different_structures() -> str:
 
 
 def test_structures_that_differ_are_an_error_on_every_rank() -> None:
-    for message in ranks.run(_different_structures, 2):
+    for message in _results_of(_different_structures):
         assert message == (
             "the structures that ranks passed to gather_for_metrics don't match:\n"
             "  rank 0: dict(b: objects)\n  rank 1: dict(a: objects)"
