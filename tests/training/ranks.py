@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import cloudpickle
@@ -137,6 +138,28 @@ def run(
         if stuck:
             print(f"ranks {stuck} did not end by themselves and were killed")
         del store  # the traceback of a failure keeps this frame and would keep its sockets
+
+
+class Together:
+    """Programs that run one after the other in one job, which starts when a test first asks for a result.
+
+    Args:
+        world_size: number of ranks.
+        **programs: functions that end at the same collective on all ranks.
+    """
+
+    def __init__(self, world_size: int, **programs: Callable[[], Any]) -> None:
+        self._world_size = world_size
+        self._programs = programs
+
+    @cached_property
+    def _results(self) -> list[dict[str, Any]]:
+        programs = self._programs
+        return run(lambda: {name: program() for name, program in programs.items()}, self._world_size)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return what a program returned, by rank."""
+        return [results[name] for results in self._results]
 
 
 def _end(process: Any, receiver: multiprocessing.connection.Connection, patience_s: float) -> bool:

@@ -323,13 +323,13 @@ def _gathered(accelerator: Accelerator, loader: Any) -> tuple[list[int], list[st
 
 
 def test_metrics_of_a_stream_count_every_sample_once() -> None:
-    for seen, warned in ranks.run(_read_stream, 2, 7, 0):
+    for seen, warned in STREAMS["stream"]:
         assert seen == list(range(7))
         assert warned == []
 
 
 def test_inexact_metrics_of_a_stream_are_reported() -> None:
-    for seen, warned in ranks.run(_read_stream, 2, 7, 1):
+    for seen, warned in STREAMS["stream of a worker"]:
         assert seen == [0, 1, 2, 3, 4, 5, 6, 0]
         assert len(warned) == 1
         assert "still include them" in warned[0]
@@ -351,9 +351,9 @@ def _read_batches(num_workers: int) -> tuple[list[int], list[str]]:
     return _gathered(accelerator, loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_metrics_of_a_batch_stream_keep_the_last_batch(num_workers: int) -> None:
-    for seen, warned in ranks.run(_read_batches, 2, num_workers):
+@pytest.mark.parametrize("name", ["batches", "batches of a worker"])
+def test_metrics_of_a_batch_stream_keep_the_last_batch(name: str) -> None:
+    for seen, warned in STREAMS[name]:
         assert seen == [*range(40), *range(8)]
         assert len(warned) == 1
         assert "still include them" in warned[0]
@@ -384,7 +384,7 @@ def _read_own_part() -> tuple[list[int], list[str]]:
 
 
 def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
-    for seen, warned in ranks.run(_read_own_part, 2):
+    for seen, warned in STREAMS["own parts"]:
         assert seen == [0, 2, 1, 3, 4, 5]
         assert warned == []
 
@@ -399,14 +399,28 @@ def _warnings_of_own_parts(dataset: Any, even_batches: bool) -> list[str]:
 
 
 def test_rank_0_warns_about_uneven_parts_of_a_stream() -> None:
-    (message,), others = ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), True)
+    (message,), others = STREAMS["uneven parts"]
     assert others == []
     assert "join_uneven_inputs" in message
     assert "dispatch_batches=True" in message
 
 
 def test_requested_uneven_parts_are_not_reported() -> None:
-    assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), False) == [[], []]
+    assert STREAMS["uneven parts on request"] == [[], []]
+
+
+STREAMS = ranks.Together(
+    2,
+    **{
+        "stream": lambda: _read_stream(7, 0),
+        "stream of a worker": lambda: _read_stream(7, 1),
+        "batches": lambda: _read_batches(0),
+        "batches of a worker": lambda: _read_batches(1),
+        "own parts": _read_own_part,
+        "uneven parts": lambda: _warnings_of_own_parts(_Dividing(*range(7)), True),
+        "uneven parts on request": lambda: _warnings_of_own_parts(_Dividing(*range(7)), False),
+    },
+)
 
 
 def _join_own_parts(rows: int) -> tuple[int, float]:

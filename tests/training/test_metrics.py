@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -125,17 +124,6 @@ def test_each_sample_is_gathered_once_in_any_structure(options: dict[str, Any]) 
                 assert gathered == right(rows), name
 
 
-@functools.cache
-def _on_two_ranks() -> list[dict[str, Any]]:
-    """Run the programs below, which end at the same collective on each rank, in one job; return the results by name."""
-    programs = (_values_of_ranks, _single_samples, _errors, _lists_of_columns, _different_structures)
-    return ranks.run(lambda: {program.__name__: program() for program in programs}, 2)
-
-
-def _results_of(program: Callable[[], Any]) -> list[Any]:
-    return [results[program.__name__] for results in _on_two_ranks()]
-
-
 def _values_of_ranks() -> list[Any]:
     """Return gathered values with one per rank, which are kept even if fewer samples than ranks are left."""
     accelerator = Accelerator()
@@ -151,7 +139,7 @@ def _values_of_ranks() -> list[Any]:
 
 
 def test_values_of_ranks_are_kept() -> None:
-    for gathered in _results_of(_values_of_ranks):
+    for gathered in TOGETHER["values"]:
         assert gathered == [[4.0, 3.0], [4.0, 3.0], ["4", "3"], None, ["4.0", "3.0"]]
 
 
@@ -162,7 +150,7 @@ def _single_samples() -> list[Any]:
 
 
 def test_single_sample_batches_keep_one_value_per_rank() -> None:
-    assert _results_of(_single_samples) == [[[0.0, 1.0], [2.0]]] * 2
+    assert TOGETHER["single samples"] == [[[0.0, 1.0], [2.0]]] * 2
 
 
 # Words of the error -> values that can't be cut.
@@ -197,7 +185,7 @@ def _errors() -> dict[str, str]:
 
 
 def test_uncuttable_values_raise_on_every_rank() -> None:
-    for messages in _results_of(_errors):
+    for messages in TOGETHER["errors"]:
         for name in UNCLEAR:
             with pytest.raises(ValueError, match=f"rows of {name} belong to which sample"):
                 raise ValueError(messages[name])
@@ -216,7 +204,7 @@ def _lists_of_columns() -> list[list[list[int]]]:
 
 def test_lists_of_as_many_columns_as_samples_are_cut() -> None:
     rows = list(range(ROWS))
-    assert _results_of(_lists_of_columns) == [[rows, [2 * row for row in rows]]] * 2
+    assert TOGETHER["columns"] == [[rows, [2 * row for row in rows]]] * 2
 
 
 def _different_structures() -> str:
@@ -229,8 +217,20 @@ def _different_structures() -> str:
     return "nothing was raised"
 
 
+TOGETHER = ranks.Together(
+    2,
+    **{
+        "values": _values_of_ranks,
+        "single samples": _single_samples,
+        "errors": _errors,
+        "columns": _lists_of_columns,
+        "structures": _different_structures,
+    },
+)
+
+
 def test_structures_that_differ_are_an_error_on_every_rank() -> None:
-    for message in _results_of(_different_structures):
+    for message in TOGETHER["structures"]:
         assert message == (
             "the structures that ranks passed to gather_for_metrics don't match:\n"
             "  rank 0: dict(b: objects)\n  rank 1: dict(a: objects)"
