@@ -683,83 +683,81 @@ def test_a_lone_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reduce(torch.ones(1)).tolist() == [1]
 
 
-def _gather_a_word(others: dict[str, Any]) -> str:
+def _messages(cases: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
+    """Return the error of each operation, which gets another argument on each rank. Errors keep ranks in step."""
     accelerator = Accelerator()
-    try:
-        accelerator.gather({**others, "x": "word"})
-    except TypeError as error:
-        return str(error)
-    return "nothing was raised"
+    messages = []
+    for operation, by_rank in cases:
+        try:
+            getattr(accelerator, operation)(by_rank[accelerator.process_index])
+            messages.append("nothing was raised")
+        except (ValueError, TypeError) as error:
+            messages.append(str(error))
+    return messages
 
 
-@pytest.mark.parametrize("others", [{}, {"a": torch.zeros(1)}])
-def test_gathering_other_objects_is_an_error(others: dict[str, Any]) -> None:
-    for message in ranks.run(_gather_a_word, 2, others):
-        assert message == "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
-
-
-def _differ(operation: str, by_rank: Sequence[Any]) -> str:
-    accelerator = Accelerator()
-    try:
-        getattr(accelerator, operation)(by_rank[accelerator.process_index])
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
+def test_gathering_other_objects_is_an_error() -> None:
+    cases = [("gather", [{"x": "word"}] * 2), ("gather", [{"a": torch.zeros(1), "x": "word"}] * 2)]
+    expected = "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
+    assert ranks.run(_messages, 2, cases) == [[expected] * 2] * 2
 
 
 WORDS = "got tensors that don't match across ranks:"
 WHOLE, HALF = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast"])
-def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
-    for message in ranks.run(_differ, 2, operation, [WHOLE, torch.zeros(3, dtype=torch.int64)]):
-        assert message == (
-            f"{operation} {WORDS}\n  rank 0: [2] torch.int64\n  rank 1: [3] torch.int64\n"
-            "Call pad_across_processes first, or use even_batches=True for loaders."
-        )
+def test_shapes_that_differ_are_an_error_on_every_rank() -> None:
+    operations = ["gather", "reduce", "broadcast"]
+    cases = [(operation, [WHOLE, torch.zeros(3, dtype=torch.int64)]) for operation in operations]
+    cases.append(("pad_across_processes", [torch.zeros(1, 2), torch.zeros(1)]))
+    expected = [
+        f"{operation} {WORDS}\n  rank 0: [2] torch.int64\n  rank 1: [3] torch.int64\n"
+        "Call pad_across_processes first, or use even_batches=True for loaders."
+        for operation in operations
+    ]
+    unpaddable = (
+        f"pad_across_processes {WORDS}\n"
+        "  rank 0: 2 dimensions torch.float32\n  rank 1: 1 dimensions torch.float32"
+    )
+    assert ranks.run(_messages, 2, cases) == [[*expected, unpaddable]] * 2
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "listing"),
-    [
-        # One rank has more tensors than the other, or other tensors under the same name.
-        (
-            ({"x": WHOLE}, {"x": (WHOLE, HALF)}),
-            ("{x: [2] torch.int64}", "{x: [[2] torch.int64, [1] torch.float16]}"),
-        ),
-        (
-            ({"x": WHOLE, "y": HALF}, {"y": HALF, "x": WHOLE}),
-            ("{x: [2] torch.int64, y: [1] torch.float16}", "{y: [1] torch.float16, x: [2] torch.int64}"),
-        ),
-        (
-            ({"x": WHOLE, "y": WHOLE}, {"y": WHOLE, "x": WHOLE}),
-            ("{x: [2] torch.int64", "{y: [2] torch.int64"),
-        ),
-        (([WHOLE, 1], [WHOLE, HALF]), ("[[2] torch.int64, int]", "[[2] torch.int64, [1] torch.float16]")),
-        (({}, {"x": WHOLE}), ("{}", "{x: [2] torch.int64}")),
-        ((1, WHOLE), ("int", "[2] torch.int64")),
-    ],
-)
-def test_structures_that_differ_are_an_error_on_every_rank(
-    by_rank: Sequence[Any], listing: tuple[str, str]
-) -> None:
-    for message in ranks.run(_differ, 2, "gather", by_rank):
-        zero, one = message.removeprefix(f"gather {WORDS}\n  rank 0: ").split("\n")[:2]
-        assert zero.startswith(listing[0])
-        assert one.startswith(f"  rank 1: {listing[1]}")
+# The ranks' structures -> how they are listed.
+STRUCTURES: list[tuple[Sequence[Any], tuple[str, str]]] = [
+    # One rank has more tensors than the other, or other tensors under the same name.
+    (
+        ({"x": WHOLE}, {"x": (WHOLE, HALF)}),
+        ("{x: [2] torch.int64}", "{x: [[2] torch.int64, [1] torch.float16]}"),
+    ),
+    (
+        ({"x": WHOLE, "y": HALF}, {"y": HALF, "x": WHOLE}),
+        ("{x: [2] torch.int64, y: [1] torch.float16}", "{y: [1] torch.float16, x: [2] torch.int64}"),
+    ),
+    (
+        ({"x": WHOLE, "y": WHOLE}, {"y": WHOLE, "x": WHOLE}),
+        ("{x: [2] torch.int64", "{y: [2] torch.int64"),
+    ),
+    (([WHOLE, 1], [WHOLE, HALF]), ("[[2] torch.int64, int]", "[[2] torch.int64, [1] torch.float16]")),
+    (({}, {"x": WHOLE}), ("{}", "{x: [2] torch.int64}")),
+    ((1, WHOLE), ("int", "[2] torch.int64")),
+]
 
 
-@pytest.mark.parametrize(
-    ("operation", "by_rank"),
-    [
+def test_structures_that_differ_are_an_error_on_every_rank() -> None:
+    for messages in ranks.run(_messages, 2, [("gather", by_rank) for by_rank, _ in STRUCTURES]):
+        for message, (_, listing) in zip(messages, STRUCTURES, strict=True):
+            zero, one = message.removeprefix(f"gather {WORDS}\n  rank 0: ").split("\n")[:2]
+            assert zero.startswith(listing[0])
+            assert one.startswith(f"  rank 1: {listing[1]}")
+
+
+def test_different_structures_may_match() -> None:
+    cases = [
         ("gather", (torch.zeros(()), torch.zeros(1))),  # a number is a row
         ("gather", ([torch.zeros(1)], (torch.zeros(1),))),
         ("pad_across_processes", (torch.zeros(1, 2), torch.zeros(2, 1))),
-    ],
-)
-def test_different_structures_may_match(operation: str, by_rank: Sequence[Any]) -> None:
-    assert ranks.run(_differ, 2, operation, by_rank) == ["nothing was raised"] * 2
+    ]
+    assert ranks.run(_messages, 2, cases) == [["nothing was raised"] * 3] * 2
 
 
 class _Key:
@@ -778,42 +776,37 @@ def test_names_with_different_reprs_match() -> None:
     assert ranks.run(_gather_under_objects, 2) == [[[0, 1]] * 2] * 2
 
 
-def _gather_where_devices_have_a_group_of_their_own(by_rank: Sequence[Any]) -> str:
+def _gather_where_devices_have_a_group_of_their_own(cases: Sequence[Sequence[Any]]) -> list[str]:
     topology = context.current().topology
     store = dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)
     kinds = "cpu:gloo,cuda:gloo"  # like "cpu:gloo,cuda:nccl", without NCCL
     dist.init_process_group(kinds, rank=topology.rank, world_size=topology.world_size, store=store)
-    try:
-        gather(by_rank[topology.rank])
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
+    messages = []
+    for by_rank in cases:
+        try:
+            gather(by_rank[topology.rank])
+            messages.append("nothing was raised")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
 ON_A_DEVICE = torch.zeros(2, dtype=torch.int64, device="meta")
 
 
-@pytest.mark.parametrize("other", [{}, {"x": "word"}, {"x": WHOLE, "y": WHOLE}])
-def test_ranks_agree_on_the_devices_of_tensors(other: Any) -> None:
-    for by_rank in ([{"x": ON_A_DEVICE}, other], [other, {"x": ON_A_DEVICE}]):
-        for message in ranks.run(_gather_where_devices_have_a_group_of_their_own, 2, by_rank):
-            assert message.startswith(f"gather {WORDS}\n  rank 0: {{")
+def test_ranks_agree_on_the_devices_of_tensors() -> None:
+    others: list[Any] = [{}, {"x": "word"}, {"x": WHOLE, "y": WHOLE}]
+    cases = [case for other in others for case in ([{"x": ON_A_DEVICE}, other], [other, {"x": ON_A_DEVICE}])]
+    for messages in ranks.run(_gather_where_devices_have_a_group_of_their_own, 2, cases):
+        assert len(messages) == len(cases)
+        assert all(message.startswith(f"gather {WORDS}\n  rank 0: {{") for message in messages)
 
 
-@pytest.mark.parametrize("nothing", [[], {}])
-def test_differing_metric_types_are_an_error(nothing: Any) -> None:
-    for by_rank in (["a"], nothing), (nothing, ["a"]):
-        for message in ranks.run(_differ, 2, "gather_for_metrics", by_rank):
-            assert message.startswith(f"gather {WORDS}\n  rank 0: ")
-            assert "needs use_gather_object=True on all" in message
-
-
-def test_unpaddable_tensors_are_an_error_on_every_rank() -> None:
-    for message in ranks.run(_differ, 2, "pad_across_processes", (torch.zeros(1, 2), torch.zeros(1))):
-        assert message == (
-            f"pad_across_processes {WORDS}\n"
-            "  rank 0: 2 dimensions torch.float32\n  rank 1: 1 dimensions torch.float32"
-        )
+def test_differing_metric_types_are_an_error() -> None:
+    cases = [(["a"], []), ([], ["a"]), (["a"], {}), ({}, ["a"])]
+    for messages in ranks.run(_messages, 2, [("gather_for_metrics", by_rank) for by_rank in cases]):
+        assert all(message.startswith(f"gather {WORDS}\n  rank 0: ") for message in messages)
+        assert all("needs use_gather_object=True on all" in message for message in messages)
 
 
 def _take_turns(path: str) -> str:
