@@ -190,7 +190,7 @@ def _join(rows: int, even_batches: bool | None) -> tuple[int, list[bool], float]
 
 
 def test_ranks_with_unequal_data_join() -> None:
-    zero, one = ranks.run(_join, 2, 6, False)
+    zero, one = JOINED["unequal data"]
     assert (zero[0], one[0]) == (2, 1)
     assert zero[1] == [False, True]
     assert zero[2] == one[2] == 0, "weights are equal on all ranks"
@@ -216,12 +216,12 @@ def _join_accumulating(rows: int) -> tuple[int, float]:
 
 def test_joining_ranks_accumulate_past_the_middle_of_a_window() -> None:
     """An epoch has four and three batches, so windows close at the second and the fourth."""
-    assert ranks.run(_join_accumulating, 2, 13) == [(4, 0), (2, 0)]
+    assert JOINED["in the middle of a window"] == [(4, 0), (2, 0)]
 
 
 def test_ranks_that_join_and_end_together_close_their_last_window() -> None:
     """An epoch has three batches on each rank, so windows close at the second and the third."""
-    assert ranks.run(_join_accumulating, 2, 12) == [(4, 0), (4, 0)]
+    assert JOINED["together"] == [(4, 0), (4, 0)]
 
 
 def _join_number() -> float:
@@ -241,11 +241,11 @@ def _join_number() -> float:
 
 def test_joined_ranks_contribute_zero_gradients() -> None:
     """This is the same as in Accelerate. Each batch has the gradient 1; only rank 0 contributes to the second step."""
-    assert ranks.run(_join_number, 2) == [-1.5, -1.5]
+    assert JOINED["number"] == [-1.5, -1.5]
 
 
 def test_joining_leaves_even_batches_alone_unless_asked() -> None:
-    assert [answer[:2] for answer in ranks.run(_join, 2, 6, None)] == [(2, [True, True])] * 2
+    assert [answer[:2] for answer in JOINED["even data"]] == [(2, [True, True])] * 2
 
 
 class _Stream(IterableDataset):
@@ -268,11 +268,24 @@ def _join_warnings() -> list[str]:
 
 
 def test_joining_warns_about_other_loaders() -> None:
-    for first, second in ranks.run(_join_warnings, 2):
+    for first, second in JOINED["warnings"]:
         assert "1 of the 1 prepared loaders are different" in first
         assert "supported only for map-style datasets" in first, "by which users of Accelerate recognise it"
         assert "has no effect" in second
         assert "It got Linear." in second
+
+
+JOINED = ranks.Together(
+    2,
+    **{
+        "unequal data": lambda: _join(6, False),
+        "even data": lambda: _join(6, None),
+        "in the middle of a window": lambda: _join_accumulating(13),
+        "together": lambda: _join_accumulating(12),
+        "number": _join_number,
+        "warnings": _join_warnings,
+    },
+)
 
 
 def test_joining_does_nothing_in_a_lone_process() -> None:
@@ -392,8 +405,8 @@ def _local_steps(steps: int, enabled: bool, between: int = 2, accumulated: int =
 
 
 def test_local_sgd_averages_weights() -> None:
-    assert ranks.run(_local_steps, 2, 3, True) == [[False, True, False, True]] * 2
-    assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
+    assert LOCAL["every second step"] == [[False, True, False, True]] * 2
+    assert LOCAL["disabled"] == [[True] * 4] * 2
     with pytest.raises(ValueError, match="local_sgd_steps=0 must be at least 1"):
         LocalSGD(Accelerator(), _model(), 0)
 
@@ -432,14 +445,25 @@ def _local_averages() -> list[float]:
 
 def test_parameters_are_averaged_together() -> None:
     means = [number + 0.5 for number in range(1, 11)]
-    assert ranks.run(_local_averages, 2) == [[3, rank, *means] for rank in range(2)]
+    assert LOCAL["averages"] == [[3, rank, *means] for rank in range(2)]
 
 
 def test_local_steps_count_calls() -> None:
     # The optimizer steps at the second, fourth and sixth call; weights are averaged at the third and sixth, as in
     # Accelerate.
     equal = [True, False, True, False, False, True, True, True]
-    assert ranks.run(_local_steps, 2, 7, True, 3, 2) == [equal] * 2
+    assert LOCAL["calls"] == [equal] * 2
+
+
+LOCAL = ranks.Together(
+    2,
+    **{
+        "every second step": lambda: _local_steps(3, True),
+        "disabled": lambda: _local_steps(3, False),
+        "averages": _local_averages,
+        "calls": lambda: _local_steps(7, True, 3, 2),
+    },
+)
 
 
 def _local_where_steps_average(enabled: bool) -> str:
