@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -175,9 +175,9 @@ class BatchSamplerShard(BatchSampler):
             while batch_round := list(islice(batches, size)):
                 yield batch_round
             return
+        starts = [rank * self._own_size for rank in range(size + 1)]
         for batch in map(list, batches):
-            parts = (batch[rank * self._own_size : (rank + 1) * self._own_size] for rank in range(size))
-            yield [part for part in parts if part]
+            yield [batch[start:end] for start, end in pairwise(starts) if start < len(batch)]
 
     def _take_own(self, rounds: Iterator[list[list[int]]]) -> Iterator[list[int]]:
         """Yield this rank's batch of every round, after padding a round if ``even_batches`` is set."""
