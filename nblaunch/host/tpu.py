@@ -66,24 +66,23 @@ TOPOLOGY_VARIABLES = (
 @cache
 def chips() -> Counter[str]:
     """Return the TPU chips of this host by kind, such as ``Counter({"v5e": 8})``. Read once per process."""
-    return chips_on(PCI_DEVICES)
+    return _chips(None)
 
 
 @cache
 def vfio_chips() -> Counter[str]:
     """Return the :func:`chips` that are passed through by VFIO. Read once per process."""
-    return chips_on(PCI_DEVICES, DEV / "vfio")
+    return _chips(DEV / "vfio")
 
 
-def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
-    """Return the TPU chips on a PCI bus by their kind.
+def _chips(vfio: Path | None) -> Counter[str]:
+    """Return the TPU chips on the PCI bus by their kind.
 
     Args:
-        pci: folder of the bus's devices.
         vfio: folder of the device files of VFIO groups; only chips in an existing group count. None = all chips count.
     """
     counts: Counter[str] = Counter()
-    for device in sorted(pci.glob("*")):
+    for device in sorted(PCI_DEVICES.glob("*")):
         if proc.read(device / "vendor") != _GOOGLE:
             continue
         kind = _CHIPS.get(proc.read(device / "device"))
@@ -94,19 +93,13 @@ def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
 
 @cache
 def device_files(names_tpu: bool) -> int:
-    """Count chips by their device files, see :func:`device_files_in`. Read once per process."""
-    return device_files_in(DEV, names_tpu)
-
-
-def device_files_in(dev: Path, names_tpu: bool) -> int:
-    """Count chips by their device files, for containers that hide the PCI bus.
+    """Count chips by their device files, for containers that hide the PCI bus. Read once per process.
 
     Args:
-        dev: folder of the device files.
         names_tpu: whether the environment names a TPU; if not, VFIO groups don't count, since others may own them.
     """
-    accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
-    groups = [path for path in dev.glob("vfio/*") if path.name.isdigit()] if names_tpu else []
+    accelerators = [path for path in DEV.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
+    groups = [path for path in DEV.glob("vfio/*") if path.name.isdigit()] if names_tpu else []
     return len(accelerators) or len(groups)
 
 
@@ -150,7 +143,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
     return changes
 
 
-def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
+def lock_holder() -> int | None:
     """Return a process that uses the chips through libtpu: one that has the lock file or a device open.
 
     If several processes use the chips, prefer this process. Return None if no process uses them.
@@ -158,10 +151,8 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     The file alone proves nothing: it remains when a process is killed (jax-ml/jax#10192), and nblaunch never deletes
     it. Processes of other users can't be inspected.
     """
-    wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
-    for descriptors in sorted(
-        processes.glob("[0-9]*/fd"), key=lambda path: path.parent.name != str(os.getpid())
-    ):
+    wanted = re.compile(rf"{re.escape(str(LOCK_FILE))}|/dev/accel\d+|/dev/vfio/\d+")
+    for descriptors in sorted(PROC.glob("[0-9]*/fd"), key=lambda path: path.parent.name != str(os.getpid())):
         if any(wanted.fullmatch(target) for target in proc.open_files(descriptors)):
             return int(descriptors.parent.name)
     return None
@@ -188,9 +179,9 @@ def holder_problem(is_ours: bool, where: str = "") -> str | None:
     return None
 
 
-def command_of(pid: int, processes: Path = PROC) -> str:
+def command_of(pid: int) -> str:
     """Return the command line of a process, shortened; ``"?"`` if it can't be read."""
-    words = proc.read(processes / str(pid) / "cmdline").replace("\0", " ").strip()
+    words = proc.read(PROC / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
 
 

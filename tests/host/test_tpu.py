@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nblaunch.host import tpu
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read the folders of a simulated host, which are empty, in place of this machine's."""
+    monkeypatch.setattr(tpu, "PCI_DEVICES", tmp_path / "devices")
+    monkeypatch.setattr(tpu, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(tpu, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(tpu, "LOCK_FILE", tmp_path / "libtpu_lockfile")
+    forget_readings()
+    yield
+    forget_readings()
+
+
+def forget_readings() -> None:
+    for reading in (tpu.chips, tpu.vfio_chips, tpu.device_files):
+        reading.cache_clear()
 
 
 @pytest.fixture
@@ -23,27 +41,36 @@ def pci(tmp_path: Path) -> Path:
     return folder
 
 
-def test_chips_are_counted_by_vendor_and_kind(pci: Path, tmp_path: Path) -> None:
-    assert tpu.chips_on(pci) == {"v5e": 8}
-    assert tpu.chips_on(tmp_path / "absent") == {}
+def test_chips_are_counted_by_vendor_and_kind(pci: Path) -> None:
+    assert tpu.chips() == {"v5e": 8}
+
+
+def test_a_host_without_a_bus_has_no_chips() -> None:
+    assert tpu.chips() == {}
 
 
 def test_two_cores_per_chip_are_known(pci: Path) -> None:
-    assert not tpu.has_two_cores(tpu.chips_on(pci))
+    assert not tpu.has_two_cores(tpu.chips())
     (pci / "0000:00:02.0" / "device").write_text("0x0027")
-    assert tpu.has_two_cores(tpu.chips_on(pci))
+    forget_readings()
+    assert tpu.has_two_cores(tpu.chips())
 
 
 def test_device_files_replace_a_hidden_bus(tmp_path: Path) -> None:
-    assert tpu.device_files_in(tmp_path, True) == 0
-    (tmp_path / "vfio").mkdir()
+    def count(*, names_tpu: bool) -> int:
+        forget_readings()
+        return tpu.device_files(names_tpu)
+
+    dev = tmp_path / "dev"
+    assert count(names_tpu=True) == 0
+    (dev / "vfio").mkdir(parents=True)
     for name in ("vfio/vfio", "vfio/0", "vfio/1"):
-        (tmp_path / name).touch()
-    assert tpu.device_files_in(tmp_path, False) == 0, "VFIO groups may be of any device"
-    assert tpu.device_files_in(tmp_path, True) == 2
+        (dev / name).touch()
+    assert count(names_tpu=False) == 0, "VFIO groups may be of any device"
+    assert count(names_tpu=True) == 2
     for name in ("accel0", "accel1", "accel2", "accelerometer"):
-        (tmp_path / name).touch()
-    assert tpu.device_files_in(tmp_path, False) == 3
+        (dev / name).touch()
+    assert count(names_tpu=False) == 3
 
 
 @pytest.mark.parametrize(
@@ -72,22 +99,22 @@ def test_only_living_lock_holder_is_found(tmp_path: Path) -> None:
     lock.touch()
     (proc / "7" / "fd").mkdir(parents=True)
     (proc / "7" / "cmdline").write_bytes(b"python\0-m\0ipykernel\0")
-    assert tpu.lock_holder(lock, proc) is None
+    assert tpu.lock_holder() is None
     os.symlink(lock, proc / "7" / "fd" / "3")
-    assert tpu.lock_holder(lock, proc) == 7
-    assert tpu.command_of(7, proc) == "python -m ipykernel"
-    assert tpu.command_of(8, proc) == "?"
+    assert tpu.lock_holder() == 7
+    assert tpu.command_of(7) == "python -m ipykernel"
+    assert tpu.command_of(8) == "?"
     own = proc / str(os.getpid()) / "fd"
     own.mkdir(parents=True)
     os.unlink(proc / "7" / "fd" / "3")
     os.symlink(lock, own / "3")
-    assert tpu.lock_holder(lock, proc) == os.getpid(), "a library of the kernel itself may have taken them"
+    assert tpu.lock_holder() == os.getpid(), "a library of the kernel itself may have taken them"
 
 
 def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:
-    (tmp_path / "9" / "fd").mkdir(parents=True)
-    os.symlink("/dev/accel3", tmp_path / "9" / "fd" / "5")
-    assert tpu.lock_holder(tmp_path / "lock", tmp_path) == 9
+    (tmp_path / "proc" / "9" / "fd").mkdir(parents=True)
+    os.symlink("/dev/accel3", tmp_path / "proc" / "9" / "fd" / "5")
+    assert tpu.lock_holder() == 9
 
 
 def test_the_lock_is_found_despite_closed_descriptors(
@@ -100,4 +127,4 @@ def test_the_lock_is_found_despite_closed_descriptors(
     (own / "2").symlink_to(lock)
     entries = sorted(own.iterdir())
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(entries))  # in the order of /proc
-    assert tpu.lock_holder(lock, tmp_path / "proc") == os.getpid()
+    assert tpu.lock_holder() == os.getpid()
