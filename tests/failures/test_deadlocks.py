@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,11 @@ def test_waiting_for_a_kernel_thread_ends_the_job(kernel: Kernel) -> None:
     for call, what in WAITS.items():
         kernel.run(f"def train():\n    {call}")
         cell = kernel.run("notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung")
-        assert (
-            f"ranks 0 and 1 wait for {what}, and the worker has no thread that could end the wait."
-            in cell.raised.value
+        # On a busy machine, one rank begins to wait so late that the job ends before it counts as stuck, too.
+        named = (
+            rf"(ranks 0 and 1 wait|rank [01] waits) for {what}, and the worker has no thread that could end"
         )
+        assert re.search(named, cell.raised.value)
         assert f"line 2 in train: {call}" in cell.raised.value
         assert "A forked worker has none of the kernel's threads" in cell.raised.value
         assert "hang_timeout_s" not in cell.raised.value
@@ -48,7 +50,7 @@ def test_an_uncertain_wait_is_only_named(kernel: Kernel, before: str) -> None:
     kernel.run(f"def train():\n    {before}\n    queue.get()")
     cell = kernel.submit("notebook_launcher(train, num_processes=2)")
     named = "for a queue, and the worker has no thread that could end the wait."
-    cell.wait_for(lambda cell: named in cell.shown, 30, "the report")
+    cell.wait_for(lambda cell: named in cell.shown, 180, "the report")
     kernel.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
     kernel.run("kernels_event.set(); pool.shutdown()")

@@ -369,7 +369,7 @@ def wait(folder):
     cell = shared.submit(
         "notebook_launcher(lambda slow: None, (Slow(),), 2, start_method='forkserver', backend='cpu')"
     )
-    cell.wait_for(lambda cell: (tmp_path / "loading").exists(), 30, "the call to be loaded")
+    cell.wait_for(lambda cell: (tmp_path / "loading").exists(), 180, "the call to be loaded")
     shared.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
     table = cell.displays[-1].data["text/plain"]

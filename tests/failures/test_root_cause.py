@@ -39,20 +39,26 @@ except ValueError as error:
 def test_the_earliest_error_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
     # Long enough for the others to raise, too, on busy cores.
     shared.run(
-        "from nblaunch.launcher import escalation\nusual_s, escalation.COLLECT_S = escalation.COLLECT_S, 10.0"
+        "from nblaunch.launcher import escalation\nusual_s, escalation.COLLECT_S = escalation.COLLECT_S, 180.0"
     )
     cell = shared.run(
         f"""
+import psutil
 def train(folder):
     open(folder + f"/here{{rank()}}", "w").close()
     while not all(os.path.exists(folder + f"/here{{other}}") for other in range(3)):
         time.sleep(0.001)
     if rank() == 2:
-        open(folder + "/raised", "w").close()
+        with open(folder + "/pid.new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, folder + "/pid")
         raise LookupError("the first")
-    while not os.path.exists(folder + "/raised"):
+    while not os.path.exists(folder + "/pid"):
         time.sleep(0.001)
-    time.sleep(0.02 * (1 + rank()))
+    with open(folder + "/pid") as file:
+        pid = int(file.read())
+    while psutil.pid_exists(pid):                             # until it has ended
+        time.sleep(0.001)
     raise ValueError(f"{{rank()}} is later")
 notebook_launcher(train, ({str(tmp_path)!r},), 3)
 """,
