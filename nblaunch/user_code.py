@@ -12,7 +12,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, cast
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
@@ -164,14 +164,23 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue  # the variable has no value yet
-        yield name, value
+        if (value := content_of(cell)) is not NO_VALUE:
+            yield name, value
     for name in dict.fromkeys(names_in(code)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+NO_VALUE = object()
+"""Content of an empty cell of a closure."""
+
+
+def content_of(cell: CellType) -> Any:
+    """Return the content of a cell of a closure; :data:`NO_VALUE` if its variable has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NO_VALUE
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -13,14 +13,12 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.user_code import captured_variables, is_user_module, is_users, module_of, names_in
+from nblaunch.user_code import captured_variables, content_of, is_user_module, is_users, module_of, names_in
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
 _MAX_REACHED = 200
 _MAX_MODULES = 3
 """Maximum number of modules in a name, such as the two in ``package.records.add``."""
-NO_VALUE = object()
-"""Content of an empty cell of a closure."""
 
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _OPERATIONS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
@@ -57,7 +55,7 @@ def reached_by(values: Iterable[Any], limit: int = _MAX_REACHED) -> Iterator[Fun
                 num_reached += 1
                 pending.extend(_used_by(each))
             elif isinstance(each, FunctionType):  # perhaps a library's decorator has created it
-                pending.extend(map(content, each.__closure__ or ()))
+                pending.extend(map(content_of, each.__closure__ or ()))
 
 
 def _used_by(definition: FunctionType | type) -> Iterator[Any]:
@@ -115,14 +113,6 @@ def modules(function: FunctionType) -> Iterator[tuple[str, ModuleType, set[str]]
         yield from ((name, value, names) for name, value in named if _is_users_module(value))
 
 
-def content(cell: Any) -> Any:
-    """Return the content of a cell of a closure; :data:`NO_VALUE` if it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # it has no value yet
-        return NO_VALUE
-
-
 def _members(name: str, value: Any, names: set[str], depth: int) -> Iterator[tuple[str, Any]]:
     if not depth or not _is_users_module(value):
         return
@@ -147,7 +137,7 @@ def _is_wrapper(function: FunctionType) -> bool:
     scope = function.__qualname__.rpartition(".")[0]
     return any(
         issubclass(type(value), FunctionType) and not value.__qualname__.startswith(f"{scope}.")
-        for value in map(content, function.__closure__ or ())
+        for value in map(content_of, function.__closure__ or ())
     )
 
 

@@ -13,13 +13,15 @@ import functools
 import re
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import Enum
 from numbers import Number
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
+
+from nblaunch.user_code import content_of
 
 MAX_PARTS = 20_000
 """Values with more parts are not plain, because reading them would delay the launch."""
@@ -131,7 +133,11 @@ def _parts(value: Any) -> Sequence[Any] | None:
     if isinstance(value, _ATOMS):
         return ()
     if isinstance(value, types.FunctionType):
-        return [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [
+            *map(content_of, value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):
@@ -171,14 +177,6 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         if hasattr(value, name):
             attributes[name] = getattr(value, name)
     return attributes
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
 
 
 def _is_constant_of_library(value: Any) -> bool:

@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import is_standard_file, is_user_module
+from nblaunch.user_code import content_of, is_standard_file, is_user_module
 from nblaunch.worker.inheritance import cell_text
 from nblaunch.worker.inheritance.cell_assignments import MAX_BYTES, OF_PROCESS
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
@@ -247,10 +247,7 @@ def _entries(function: Any) -> Iterator[_Entry]:
     if not isinstance(function, FunctionType):
         return
     for position, cell in enumerate(function.__closure__ or ()):
-        try:
-            registry = cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
+        registry = content_of(cell)
         if type(registry) is dict and len(registry) <= _MAX_ENTRIES:
             for key, value in registry.items():
                 if _is_of_notebook(key) or _is_of_notebook(value):

@@ -18,7 +18,7 @@ from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, Si
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.user_code import is_users, module_of
+from nblaunch.user_code import NO_VALUE, content_of, is_users, module_of
 from nblaunch.worker.inheritance import called_code, watched_values
 from nblaunch.worker.inheritance.plain_values import has_own_class
 from nblaunch.worker.inheritance.watched_values import Variable, Watcher, is_for_itself
@@ -235,11 +235,11 @@ def assigned(function: FunctionType) -> Iterator[Variable]:
         if not is_for_itself(name):
             yield _assignable(
                 called_code.full_name(function, name),
-                functools.partial(variables.get, name, called_code.NO_VALUE),
+                functools.partial(variables.get, name, NO_VALUE),
             )
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if ("STORE_DEREF", name) in stored and not is_for_itself(name):
-            yield _assignable(name, functools.partial(called_code.content, cell))
+            yield _assignable(name, functools.partial(content_of, cell))
 
 
 def _assignable(name: str, get: Callable[[], Any]) -> Variable:
