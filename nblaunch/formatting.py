@@ -91,6 +91,11 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
     return grouped
 
 
+def states(texts: Mapping[int, str]) -> str:
+    """Return what ranks do, as one sentence: ``ranks 0 and 1 TEXT; rank 2 TEXT``; ``texts``: rank -> text."""
+    return "; ".join(f"{ranks(who)} {text}" for text, who in ranks_by_text(texts).items())
+
+
 def spans(numbers: Iterable[int]) -> str:
     """Return numbers as text, with ranges for consecutive ones: ``3``, ``0, 2, 5-63``."""
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(numbers))

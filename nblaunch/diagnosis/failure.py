@@ -14,7 +14,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis import memory, stacks
 from nblaunch.diagnosis.disagreements import Explanation, place, sides_in_words
 from nblaunch.diagnosis.exceptions import annotate, rebuild
-from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
+from nblaunch.diagnosis.report import AttemptReport, Hang, how_left
 from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
     RootCause,
@@ -189,7 +189,7 @@ def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure 
     explanation = _explain_remote(report, notes)
     if explanation is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
-        explanation = _left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
+        explanation = _left_early(report, first.time_s, f"rank {first.rank}", notes)
     return explanation
 
 
@@ -219,12 +219,14 @@ def _exit_code(status: ExitStatus | None) -> int:
 
 
 def _left_early(
-    remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
+    report: AttemptReport, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Failure | None:
     """Return the rank on another node whose early return made ranks on this node fail."""
+    remote = report.remote
     for rank, returned in sorted(remote.returned.items()):
         if returned.time_s <= first_error_s:
-            headline = f"returned from the function while {waiting} still needed it in a collective operation"
+            left = how_left(returned, is_script=report.is_script)
+            headline = f"{left} while {waiting} still needed it in a collective operation"
             text = f"rank {rank} on {remote.labels[rank]} {headline}. {SAME_COLLECTIVES}"
             error = WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0)
             return Failure(error, rank, headline)
@@ -390,7 +392,7 @@ def _explain_failure(
     if report.disagreement is not None or root is None or _is_of_arguments(root):
         return report.disagreement
     readings = {reading.rank: reading.step for reading in report.last_readings}
-    standing = Standing(report.calls, report.returned.keys(), steps=readings, aborted=_aborted(report))
+    standing = Standing(report.calls, report.ways_left, steps=readings, aborted=_aborted(report))
     return explain_stall(standing)
 
 

@@ -273,7 +273,7 @@ def advice(positions: Mapping[int, Position]) -> str:
 def describe_hang(
     positions: Mapping[int, Position],
     steps: Mapping[int, int],
-    gone: Sequence[int],
+    gone: Mapping[int, str],
     busy: Sequence[int] = (),
     *,
     is_explained: bool = False,
@@ -283,7 +283,7 @@ def describe_hang(
     Args:
         positions: rank -> position, for ranks that make no progress.
         steps: rank -> number of batches so far.
-        gone: ranks that have returned.
+        gone: rank whose function has ended -> how: ``returned from the function``.
         busy: ranks that use the processor.
         is_explained: the recorded collectives already explain the hang.
     """
@@ -308,16 +308,15 @@ def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple
     return (), f"{formatting.ranks(candidates)} made no progress"
 
 
-def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:
+def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Mapping[int, str]) -> str:
     waiting = {rank: position for rank, position in positions.items() if position.waits_for_ranks}
     absent = [rank for rank in positions if rank not in waiting]
     if not waiting:
         return ""
     if gone:
-        have = "have" if len(gone) > 1 else "has"
         return (
-            f"{formatting.ranks(gone)} {have} already returned, so the others will wait forever. Check that all ranks "
-            "see the same number of batches."
+            f"{formatting.states(gone)}, so the others will wait forever. Check that all ranks see the same number of "
+            "batches."
         )
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"

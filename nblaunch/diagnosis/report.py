@@ -172,6 +172,11 @@ class AttemptReport:
         return bool(has_failed or self.delivered.issuperset(ranks))
 
     @property
+    def ways_left(self) -> dict[int, str]:
+        """Rank -> how its function ended: :func:`how_left`."""
+        return {rank: how_left(event, is_script=self.is_script) for rank, event in self.returned.items()}
+
+    @property
     def value_locations(self) -> dict[int, ValueLocation]:
         """Rank -> where its return value is, for ranks that returned or that sent their states when interrupted."""
         locations = dict.fromkeys(self.interruptions, ValueLocation())
@@ -190,3 +195,14 @@ class AttemptReport:
             for rank, event in self.returned.items()
             if len(self.sent_states.get(rank, ())) >= len(event.sends)
         }
+
+
+def how_left(returned: Returned, *, is_script: bool) -> str:
+    """Return how a rank left its function without an exception, as a phrase that completes a sentence."""
+    if returned.left_by_exit:
+        return "called sys.exit(0)"
+    return "ended" if is_script else LEFT
+
+
+LEFT = "returned from the function"
+"""The usual way to leave the function."""

@@ -106,13 +106,8 @@ def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
 def what_happened(cause: RootCause, report: AttemptReport) -> str:
     """Return how a rank ended, as a phrase that completes a sentence: ``was killed by SIGSEGV``."""
     if cause.left_early:
-        left = "returned from the function"
-        if report.is_script:
-            left = "ended"
-        elif report.returned[cause.rank].left_by_exit:
-            left = "called sys.exit(0)"
         waiting = formatting.ranks(report.failed)
-        return f"{left} while {waiting} still needed it in a collective operation"
+        return f"{report.ways_left[cause.rank]} while {waiting} still needed it in a collective operation"
     return how_died(cause.status or ExitStatus(0), is_script=report.is_script)
 
 

@@ -11,7 +11,7 @@ each side does.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
 from nblaunch.diagnosis.backward_passes import explain_backward
@@ -53,12 +53,14 @@ class _Activity:
         call: the call that it waits in; None if the rank has not recorded it.
         position: where the rank is in its code, if it has not recorded its call or does not wait.
         key: equal for ranks with the same activity.
+        left: how its function ended, if it has.
     """
 
     kind: str
     key: tuple[object, ...]
     call: Call | None = None
     position: Position | None = None
+    left: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,14 @@ class Standing:
 
     Args:
         calls: rank -> its last calls.
-        returned: ranks whose function has returned.
+        left: rank whose function has ended -> how: ``returned from the function``.
         positions: rank -> position in its code; None if the stacks were not collected.
         steps: rank -> batches of its current loop over a prepared loader.
         aborted: ranks that torch's backend has ended because data did not match.
     """
 
     calls: Mapping[int, RankCalls]
-    returned: Collection[int] = ()
+    left: Mapping[int, str] = field(default_factory=dict)
     positions: Mapping[int, Position] | None = None
     steps: Mapping[int, int] | None = None
     aborted: Collection[int] = ()
@@ -123,8 +125,8 @@ def explain_stall(standing: Standing) -> Explanation | None:
 
 
 def _activity(standing: Standing, rank: int) -> _Activity:
-    if rank in standing.returned:
-        return _Activity("returned", ("returned",))
+    if rank in standing.left:
+        return _Activity("returned", ("returned",), left=standing.left[rank])
     call = _pending(standing.calls[rank])
     if standing.positions is not None:
         position = standing.positions.get(rank)
@@ -399,7 +401,8 @@ def _state(side: _Side) -> str:
     is_one = len(side.ranks) == 1
     position = side.activities[0].position
     if side.kind == "returned":
-        return f"{who} returned from the function"
+        ways = {rank: activity.left for rank, activity in zip(side.ranks, side.activities, strict=True)}
+        return formatting.states(ways)
     if side.kind == "elsewhere":
         assert position is not None, "a rank that does not wait has a position"
         is_absent = f"{who} {'has' if is_one else 'have'} not arrived, and"

@@ -187,7 +187,7 @@ class CollectiveWatch:
         )
         if (self._clock() if interrupted_s is None else interrupted_s) - last_s < _STANDS_STILL_S:
             return
-        standing = Standing(calls, report.returned.keys(), steps=self._source.steps())
+        standing = Standing(calls, report.ways_left, steps=self._source.steps())
         explanation = self._explain(calls) or explain_stall(standing)
         if explanation is not None:
             self._emit(Note.of_job(f"interrupted while ranks waited: {explanation.headline}", "warning"))

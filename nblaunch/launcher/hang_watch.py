@@ -31,10 +31,10 @@ from nblaunch.diagnosis.hang import (
     progress_of,
 )
 from nblaunch.diagnosis.long_waits import WaitDetector, WaitKind
-from nblaunch.diagnosis.report import Hang
+from nblaunch.diagnosis.report import LEFT, Hang, how_left
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.diagnosis.stalls import Standing, explain_stall
-from nblaunch.events import Event, Metric, Note, Stalled
+from nblaunch.events import Event, Metric, Note, Returned, Stalled
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import Attempt
@@ -152,6 +152,7 @@ class HangWatch:
         self._ask_ranks = ask_ranks or partial(LocalStacks, attempt)
         self._num_messages = Counter[int]()
         self._num_metrics = Counter[int]()
+        self._ways_left: dict[int, str] = {}
         self._queries: list[tuple[StackQuery, _Use]] = []
         self._wait_detector = WaitDetector()
         self._waits: dict[int, tuple[WaitKind, Position]] = {}
@@ -171,6 +172,8 @@ class HangWatch:
         """Count an event of a rank. Logged values are progress; output is not."""
         counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
         counts[rank] += 1
+        if isinstance(event, Returned):
+            self._ways_left[rank] = how_left(event, is_script=self._attempt.spec.is_script)
 
     def inspect(self, readings: Sequence[SlotReading], pids: Mapping[int, int]) -> None:
         """Check the progress of all ranks. Called a few times per second.
@@ -280,10 +283,9 @@ class HangWatch:
     ) -> tuple[list[str], Explanation | None]:
         """Return the positions of ranks, what they mean, and the explanation from recorded collectives."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
-        explanation = self._explain(positions, done, steps)
-        lines = describe_hang(
-            positions, steps, gone=sorted(done), busy=busy, is_explained=explanation is not None
-        )
+        left = {rank: self._ways_left.get(rank, LEFT) for rank in sorted(done)}
+        explanation = self._explain(positions, left, steps)
+        lines = describe_hang(positions, steps, gone=left, busy=busy, is_explained=explanation is not None)
         start_method = self._attempt.plan.start_method
         still = self._still_waiting(positions)
         if blocked := [rank for rank, kind in still.items() if kind is WaitKind.READER]:
@@ -296,14 +298,14 @@ class HangWatch:
         return lines, explanation
 
     def _explain(
-        self, positions: Positions, done: Collection[int], steps: Mapping[int, int]
+        self, positions: Positions, left: Mapping[int, str], steps: Mapping[int, int]
     ) -> Explanation | None:
         calls = self._read_calls()
         if (disagreement := find_disagreement(calls)) is not None and not disagreement.of_rates:
             return explain(disagreement, calls, steps)
         if (splits := explain_splits(calls)) is not None:
             return splits
-        return explain_stall(Standing(calls, set(done) & calls.keys(), positions, steps))
+        return explain_stall(Standing(calls, left, positions, steps))
 
     def _report(self, headline: str, lines: Sequence[str]) -> None:
         self._emit(Note.of_job("\n".join([headline, *(f"    {line}" for line in lines)]), "hang"))

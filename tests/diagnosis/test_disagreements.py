@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.disagreements import completed, explain, explain_splits, find_disagreement
+from nblaunch.diagnosis.report import LEFT
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.wire.collective_calls import BACKWARD, NEW_GROUP, STEP, Call, Group, RankCalls, Site, Splits
@@ -144,7 +145,7 @@ def stand(
                          for kind, line in own))
         for rank, own in calls.items()
     }  # fmt: skip
-    return Standing(found, returned)
+    return Standing(found, dict.fromkeys(returned, LEFT))
 
 
 def test_early_exits_from_loops_are_explained(tmp_path: Path) -> None:
