@@ -11,7 +11,7 @@ distinguish a stack that never changes from one that does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch import formatting
@@ -160,6 +160,14 @@ class HangDetector:
         """Return the seconds without progress of each running rank that is due for a check."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
+
+    def mark_reported(self, ranks: Iterable[int]) -> bool:
+        """Mark the hang of ``ranks`` as reported; return False if it already was."""
+        states = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        is_new = not all(state.was_reported for state in states)
+        for state in states:
+            state.was_reported = True
+        return is_new
 
     def judge(self, now_s: float, checks: Mapping[int, Check]) -> Finding | None:
         """Record a check of the running ranks; return a finding if there is a new one."""
@@ -314,10 +322,10 @@ def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone
     if not waiting:
         return ""
     if gone:
-        return (
-            f"{formatting.states(gone)}, so the others will wait forever. Check that all ranks see the same number of "
-            "batches."
-        )
+        advice = "Check that all ranks see the same number of batches."
+        if all(position.waiting_in == "init_process_group" for position in waiting.values()):
+            advice = "Every rank must call init_process_group, as Accelerator() does."
+        return f"{formatting.states(gone)}, so the others will wait forever. {advice}"
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"
         return (

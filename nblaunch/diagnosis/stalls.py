@@ -124,6 +124,31 @@ def explain_stall(standing: Standing) -> Explanation | None:
     )
 
 
+def waits_for_finished(standing: Standing) -> bool:
+    """Return whether all running ranks wait, and one of them for a call that a finished rank will never make."""
+    positions = standing.positions or {}
+    finished = [standing.calls[rank] for rank in standing.left if rank in standing.calls]
+    if not all(at.waits_for_ranks for at in positions.values()):
+        return False
+    return any(
+        (at.waiting_in == "init_process_group" and not gone.has_joined)
+        or _never_makes(gone, standing.calls[rank].last)
+        for rank, at in positions.items()
+        for gone in finished
+    )
+
+
+def _never_makes(gone: RankCalls, call: Call | None) -> bool:
+    """Return whether a finished rank has not made ``call``, a collective of the default group."""
+    if call is None or not call.is_collective or call.site.group is None or not call.site.group.is_default:
+        return False
+    numbers = [
+        made.number for made in gone.calls if made.is_collective and made.site.group == call.site.group
+    ]
+    has_all = bool(numbers) or gone.num_calls == len(gone.calls)  # the others were overwritten
+    return has_all and call.number > max(numbers, default=0)
+
+
 def _activity(standing: Standing, rank: int) -> _Activity:
     if rank in standing.left:
         return _Activity("returned", ("returned",), left=standing.left[rank])

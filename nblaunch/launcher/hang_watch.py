@@ -3,6 +3,7 @@
     progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackQuery ── poll ──> reply
     threads ──> WaitDetector ───── needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
+    finished ranks ─────────────── needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
 
 ``diagnosis/hang.py`` defines a hang. Ranks of this machine answer through signals and files (:class:`LocalStacks`),
 ranks of other machines through their nodes (``engines/coordinator.py``).
@@ -33,8 +34,8 @@ from nblaunch.diagnosis.hang import (
 from nblaunch.diagnosis.long_waits import WaitDetector, WaitKind
 from nblaunch.diagnosis.report import LEFT, Hang, how_left
 from nblaunch.diagnosis.stacks import Position, StackDump
-from nblaunch.diagnosis.stalls import Standing, explain_stall
-from nblaunch.events import Event, Metric, Note, Returned, Stalled
+from nblaunch.diagnosis.stalls import Standing, explain_stall, waits_for_finished
+from nblaunch.events import Event, Metric, Note, Returned, Stalled, WorkerState
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import Attempt
@@ -118,6 +119,11 @@ class LocalStacks:
         }
 
 
+_LEFT_S = 2.0
+"""Seconds for which the others must wait for a finished rank: a smaller group waits for a moment while it forms."""
+
+_MAX_PAUSE_S = 16.0
+
 _Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
 """Handles the requested stacks. Arguments: a mapping rank -> check, and the ranks that have finished."""
 
@@ -156,6 +162,8 @@ class HangWatch:
         self._queries: list[tuple[StackQuery, _Use]] = []
         self._wait_detector = WaitDetector()
         self._waits: dict[int, tuple[WaitKind, Position]] = {}
+        self._left_alone: Positions = {}
+        self._next_look_s, self._pause_s = math.inf, 0.0
         self.begin_anew()
 
     @property
@@ -194,6 +202,9 @@ class HangWatch:
             self._ask(pids, self._judge)
         if self._is_local and (kinds := self._wait_detector.observe(now, pids)):
             self._ask(pids, partial(self._report_waits, kinds=kinds))
+        if self._is_local:
+            done = {reading.rank for reading in readings if reading.state is WorkerState.DONE}
+            self._look_for_left_alone(now, pids, (done | self._ways_left.keys()) - pids.keys())
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
         """Answer a query about the positions of all ranks once their stacks have arrived; ``pids`` as in
@@ -251,6 +262,37 @@ class HangWatch:
         self._report(f"no progress for {for_s} s:", _with_headline(lines, explanation))
         return Hung(positions, lines, "", explanation) if WaitKind.THREAD in new_kinds else None
 
+    def _look_for_left_alone(self, now_s: float, pids: Mapping[int, int], done: Collection[int]) -> None:
+        """Ask for the stacks of the ranks that are left, less and less often, because they may need no other rank."""
+        if not pids or not done:
+            self._pause_s = 0.0  # all ranks run, or none
+        elif not self._pause_s:
+            self._pause_s, self._next_look_s = _LEFT_S, now_s + _LEFT_S
+        elif now_s >= self._next_look_s:
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+            self._next_look_s = now_s + self._pause_s
+            self._ask(pids, self._report_left_alone)
+
+    def _report_left_alone(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
+        """Report ranks that wait for a rank that has finished, if the previous look found them at the same place."""
+        now, positions, before = time.monotonic(), _positions(checks), self._left_alone
+        standing = Standing(self._read_calls(), self._left(done), positions)
+        self._left_alone = positions if waits_for_finished(standing) else {}
+        if self._left_alone != before:
+            self._next_look_s = now + _LEFT_S
+        is_certain = bool(before) and self._left_alone == before
+        if not is_certain or not self._detector.mark_reported(positions):
+            return None
+        for rank, at in positions.items():
+            self._emit(Stalled(rank, where=at.place, waiting_in=at.waiting_in, for_s=_LEFT_S))
+        lines, explanation = self._describe(positions, done)
+        self._report(f"no progress for {_LEFT_S:g} s:", _with_headline(lines, explanation))
+        return Hung(positions, lines, explanation.advice if explanation else "", explanation)
+
+    def _left(self, done: Collection[int]) -> dict[int, str]:
+        """Return how each finished rank left the function."""
+        return {rank: self._ways_left.get(rank, LEFT) for rank in sorted(done)}
+
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the requested stacks; return the hang if it is certain."""
         now, positions = time.monotonic(), _positions(checks)
@@ -283,7 +325,7 @@ class HangWatch:
     ) -> tuple[list[str], Explanation | None]:
         """Return the positions of ranks, what they mean, and the explanation from recorded collectives."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
-        left = {rank: self._ways_left.get(rank, LEFT) for rank in sorted(done)}
+        left = self._left(done)
         explanation = self._explain(positions, left, steps)
         lines = describe_hang(positions, steps, gone=left, busy=busy, is_explained=explanation is not None)
         start_method = self._attempt.plan.start_method

@@ -182,19 +182,20 @@ class Splits:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The last calls of a rank, oldest first; ``num_calls`` counts all its calls."""
+    """The last calls of a rank, oldest first; ``num_calls`` counts all its calls.
+
+    ``has_joined`` is False if the rank has never joined a process group with other ranks.
+    """
 
     calls: tuple[Call, ...] = ()
     num_calls: int = 0
     splits: Splits | None = None
+    has_joined: bool = True
 
     @property
     def last(self) -> Call | None:
         """The last call; None if there is none."""
         return self.calls[-1] if self.calls else None
-
-
-NO_CALLS = RankCalls()
 
 
 class WrittenSite:
@@ -427,7 +428,7 @@ class CallReader:
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
             if head == 0:
-                return NO_CALLS
+                return RankCalls(has_joined=version > 0)
             data = bytes(self._memory[_FIRST_ENTRY : _FIRST_ENTRY + NUM_CALLS * _ENTRY_BYTES])
             self._read_texts(version)
             head_after = words[_HEAD]

@@ -11,7 +11,7 @@ import pytest
 from nblaunch.diagnosis.disagreements import completed, explain, explain_splits, find_disagreement
 from nblaunch.diagnosis.report import LEFT
 from nblaunch.diagnosis.stacks import Position
-from nblaunch.diagnosis.stalls import Standing, explain_stall
+from nblaunch.diagnosis.stalls import Standing, explain_stall, waits_for_finished
 from nblaunch.wire.collective_calls import BACKWARD, NEW_GROUP, STEP, Call, Group, RankCalls, Site, Splits
 
 ALL = Group((0, 1, 2, 3), 0, True)
@@ -294,12 +294,35 @@ def test_a_member_that_does_not_create_its_group_is_named(tmp_path: Path) -> Non
         Position("train.py, line 4", "new_group"),
         Position("train.py, line 9", "all_reduce"),
     )
-    found = explain_stall(Standing(calls, (), {0: in_reduce, 1: in_group, 2: in_reduce}))
+    found = explain_stall(Standing(calls, {}, {0: in_reduce, 1: in_group, 2: in_reduce}))
     assert found is not None
     assert found.ranks == (0,)
     assert found.headline.startswith(
         "rank 0 has not called new_group with ranks 0 and 1, in which rank 1 waits"
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "at", "is_certain"),
+    [
+        (RankCalls(has_joined=False), "init_process_group", True),
+        (RankCalls(), "init_process_group", False),  # it may be leaving the call as well
+        (RankCalls(has_joined=False), "", False),
+        (calls_of(reduce()), "all_reduce", True),
+        (calls_of(reduce(), reduce()), "all_reduce", False),  # data may still be on its way
+        (RankCalls(num_calls=1000), "all_reduce", False),  # the calls were overwritten
+        (RankCalls(has_joined=False), "all_reduce", True),
+    ],
+)
+def test_only_calls_that_a_finished_rank_never_makes_are_hopeless(
+    left: RankCalls, at: str, is_certain: bool
+) -> None:
+    others = calls_of(reduce(), reduce()) if at == "all_reduce" else RankCalls()
+    calls = {0: left, 1: others, 2: others}
+    positions = {rank: Position("train.py, line 9", at) for rank in (1, 2)}
+    assert waits_for_finished(Standing(calls, {0: LEFT}, positions)) is is_certain
+    positions[2] = Position("train.py, line 8")
+    assert not waits_for_finished(Standing(calls, {0: LEFT}, positions))
 
 
 def test_groups_created_in_another_order_are_explained() -> None:
@@ -318,7 +341,7 @@ def test_groups_created_in_another_order_are_explained() -> None:
     at = {rank: Position("train.py, line 4", "new_group") for rank in range(3)} | {
         3: Position("x", "barrier")
     }
-    found = explain_stall(Standing(calls, (), at))
+    found = explain_stall(Standing(calls, {}, at))
     assert found is not None
     assert found.ranks == (2,)
     assert "new group 1: rank 2 new_group with ranks 1 and 2" in found.headline

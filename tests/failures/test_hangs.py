@@ -202,6 +202,25 @@ def test_a_hang_is_only_reported_by_default(shared: Kernel, shape: Shape) -> Non
     assert_as_before(shared)
 
 
+def test_ranks_that_wait_for_a_finished_rank_are_reported_within_seconds(shared: Kernel) -> None:
+    """The default timeout of 300 s is longer than the limit of this test."""
+    body = """
+def train():
+    from nblaunch import Accelerator
+    if rank() == 0:
+        sys.exit(0)
+    Accelerator()
+notebook_launcher(train, num_processes=3, on_hang="stop", interrupt_grace_s=1)
+"""
+    cell = shared.run(body, raises="JobHung")
+    assert "ranks 1 and 2: waiting in init_process_group" in cell.raised.value
+    assert (
+        "rank 0 called sys.exit(0), so the others will wait forever. Every rank must call init_process_group"
+        in cell.raised.value
+    )
+    assert_as_before(shared)
+
+
 def test_endless_pickling_is_reported(shared: Kernel) -> None:
     cell = shared.run(
         f"""
