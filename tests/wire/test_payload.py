@@ -233,6 +233,24 @@ def test_functions_and_classes_of_a_notebook_go_by_value() -> None:
     assert there_and_back(namespace["train"])(2) == 18
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_sent_in_its_own_format() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    traced = torch.jit.trace(Net(), torch.ones(2))
+    function = torch.jit.trace(lambda x: x + 1, torch.ones(2))
+    sent, sent_function = there_and_back((traced, function))
+    assert sent(torch.full((2,), 3.0)).tolist() == [3, 3]
+    assert [name for name, _ in sent.named_parameters()] == ["weight"]
+    assert sent_function(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_functions_may_use_modules_with_a_class_of_their_own() -> None:
     scope: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
     exec("def f():\n    return torch.backends.cudnn, torch.backends", scope)

@@ -6,6 +6,7 @@ compiled functions   torch pickles compiled modules, but not compiled functions,
                      thread; the fresh process finds the compiled code in inductor's cache on disk
 executors            pools of threads and of processes, both of which start with the first task
 data loaders         without the iterator and processes that ``persistent_workers`` keeps
+TorchScript          compiled and traced modules and functions, in torch's own file format
 
 Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
 file in the fresh process; queues and locks that processes share contain connections and semaphores.
@@ -22,9 +23,11 @@ import copyreg
 import functools
 import importlib
 import inspect
+import io
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from typing import Any
@@ -139,6 +142,17 @@ def _of_loader(loader: Any) -> Reduction | None:
     return make, arguments, {**state, "_iterator": None}, *rest
 
 
+def _of_script(script: Any) -> Reduction:
+    return _load_script, (script.save_to_buffer(),)
+
+
+def _load_script(data: bytes) -> Any:
+    torch = importlib.import_module("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the user's own use of TorchScript has caused it
+        return torch.jit.load(io.BytesIO(data), map_location="cpu")
+
+
 def _of_hidden_class(cls: type) -> Reduction | None:
     """Return how to pickle a class by the module that holds it; None if its ``__module__`` does, or no module does."""
     if not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
@@ -206,6 +220,8 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("typing_extensions", "TypeAliasType", _of_type_alias),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", _reject_iterator),
+    ("torch.jit", "ScriptModule", _of_script),
+    ("torch.jit", "ScriptFunction", _of_script),
     ("multiprocessing.queues", "Queue", _reject("a multiprocessing queue")),
     ("multiprocessing.queues", "SimpleQueue", _reject("a multiprocessing queue")),
     ("multiprocessing.connection", "_ConnectionBase", _reject("a multiprocessing connection")),
