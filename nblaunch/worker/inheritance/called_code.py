@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,6 +20,9 @@ from nblaunch.worker.inheritance.plain_values import has_own_class
 _MAX_REACHED = 200
 _MAX_MODULES = 3
 """Maximum number of modules in a name, such as the two in ``package.records.add``."""
+
+COUNT = "COUNT"
+"""Operation of an attribute to which code adds, as in ``self.n += 1``."""
 
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _OPERATIONS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
@@ -71,12 +75,16 @@ def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
     """Return the operations that assign attributes and variables defined elsewhere, and the names of these.
 
     Code of nested functions is included. A nested function names the variables of the outer one among its free
-    variables.
+    variables. An attribute with which the code counts also has the operation :data:`COUNT`.
     """
     assigned: set[tuple[str, str]] = set()
     if not _OPCODES.isdisjoint(code.co_code[::2]):
+        before: deque[dis.Instruction] = deque(maxlen=2)  # the second one moves the sum on the stack
         for instruction in dis.get_instructions(code):
             name = instruction.argval
+            if instruction.opname == "STORE_ATTR" and any(map(_is_in_place, before)):
+                assigned.add((COUNT, name))
+            before.append(instruction)
             if instruction.opname in _OPERATIONS[:-1] or (
                 instruction.opname == _OPERATIONS[-1] and name in code.co_freevars
             ):
@@ -85,6 +93,11 @@ def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
         if isinstance(constant, CodeType):
             assigned |= assignments_in(constant)
     return frozenset(assigned)
+
+
+def _is_in_place(instruction: dis.Instruction) -> bool:
+    is_of_name = instruction.opname.startswith("INPLACE_")  # until Python 3.10
+    return is_of_name or (instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("="))
 
 
 def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,9 @@ class Changes:
         functions = [each for each in definitions if isinstance(each, FunctionType)]
         values += [] if function is None else list(used_by(function))
         values += [each for reached in functions for each in called_code.variables(reached)]
-        self._finder = finder = result_variables.Finder(is_forked, collected.values())
+        operations = {each for reached in functions for each in called_code.assignments_in(reached.__code__)}
+        counted = {name for operation, name in operations if operation == called_code.COUNT}
+        self._finder = finder = result_variables.Finder(is_forked, collected.values(), counted)
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         for reached in functions:
             self._variables += result_variables.assigned(reached)

@@ -40,17 +40,19 @@ class Finder:
     Args:
         is_forked: whether this worker may share memory with the kernel.
         collected: modules whose weights are sent back to the kernel.
+        counted: names of attributes with which the code counts, as in ``self.n += 1``.
 
     Attributes:
         modules: variables that hold modules whose weights the kernel does not get.
         optimizers: name -> optimizer, for each that was found.
     """
 
-    def __init__(self, is_forked: bool, collected: Iterable[Any]) -> None:
+    def __init__(self, is_forked: bool, collected: Iterable[Any], counted: Iterable[str] = ()) -> None:
         self.modules: list[Variable] = []
         self.optimizers: dict[str, Any] = {}
         self._watcher = Watcher(is_forked)
         self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}
+        self._counted = set(counted)
         self._seen: set[int] = set()
         self._owners: list[tuple[str, Any, set[str]]] = []
 
@@ -69,7 +71,9 @@ class Finder:
             self._owners.append((name, module, set(vars(module))))
             for attribute in sorted(assigned & vars(module).keys()):
                 if not is_for_itself(attribute):
-                    yield _attribute(f"{name}.{attribute}", module, attribute, vars(module)[attribute])
+                    is_counted = attribute in self._counted
+                    before = vars(module)[attribute]
+                    yield _attribute(f"{name}.{attribute}", module, attribute, before, is_counted=is_counted)
 
     def new_attributes(self, kept: set[int]) -> Iterator[str]:
         """Yield the names of attributes that hold results and did not exist before the call.
@@ -143,7 +147,7 @@ class Finder:
         if not (is_dataset and type(part) is dict):
             yield from self.variables(where, part, depth + 1)
         if not is_dataset and not is_for_itself(attribute):
-            yield _attribute(where, value, attribute, part)
+            yield _attribute(where, value, attribute, part, is_counted=attribute in self._counted)
 
     def _of_module(self, name: str, module: Any) -> Iterator[Variable]:
         """Watch a module's tensors if the kernel does not get them; yield other attributes that may keep results."""
@@ -212,12 +216,14 @@ def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _attribute(where: str, owner: Any, attribute: str, before: Any, kind: type = object) -> Variable:
+def _attribute(
+    where: str, owner: Any, attribute: str, before: Any, kind: type = object, is_counted: bool = False
+) -> Variable:
     """Watch an attribute for another value, which must be of a kind."""
 
     def has_changed(value: Any) -> bool:
         is_new = value is not before and isinstance(value, kind)
-        return is_new and watched_values.is_kept(attribute, before, value)
+        return is_new and watched_values.is_kept(attribute, before, value, is_counted=is_counted)
 
     return Variable(where, lambda: getattr(owner, attribute, None), has_changed)
 

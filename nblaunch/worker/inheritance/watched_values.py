@@ -4,8 +4,8 @@ containers      have grown, or the containers inside them have
 arrays          had one value in all elements, such as 0 or NaN, and no longer have it
 tables          have more rows or columns, or a column was filled like an array
 tensors         have changed, if they are parameters or belong to an object, as in an average of weights
-attributes      are set to a first float, or to a longer container, array, table or tensor; new ones have the name of
-                a result
+attributes      are set to a first float, or to a longer container, array, table or tensor; the code counts with them
+                (``self.n += 1``); new ones have the name of a result
 
 Objects of libraries that were trained or filled:
 
@@ -221,7 +221,7 @@ def is_unset(value: Any) -> bool:
     return math.isnan(value) or value in (0, -1, math.inf, -math.inf)
 
 
-def is_kept(attribute: str, before: Any, now: Any) -> bool:
+def is_kept(attribute: str, before: Any, now: Any, *, is_counted: bool = False) -> bool:
     """Return whether a function has stored a result in an attribute.
 
     A function may set other attributes for its own use, such as an integer that holds the rank, or a dictionary of
@@ -231,10 +231,15 @@ def is_kept(attribute: str, before: Any, now: Any) -> bool:
         attribute: name of the attribute.
         before: its value before the call.
         now: its value after the call, which is another object.
+        is_counted: whether the code counts with an attribute of this name, as in ``self.n += 1``.
     """
-    if isinstance(now, float):
+    kind = type(now)
+    if is_counted and (isinstance(now, (int, float)) or packages.is_subclass(kind, "numpy.number")):
+        return bool(now != before)
+    if isinstance(now, float) or packages.is_subclass(kind, "numpy.floating"):
         is_expected = is_unset(before) or _BEST.search(attribute)
         return bool(is_expected) and now != before and not _CLOCK.search(attribute)
+    before = None if is_unset(before) else before
     if not _is_collection(now) or not (before is None or _is_collection(before)):
         return False
     if isinstance(now, dict) and not (_num_kept(now) or _is_of_tensors(now) or _BEST.search(attribute)):

@@ -117,8 +117,11 @@ losses, history, counts, best, total = [], {"loss": []}, collections.Counter(), 
 table, cache, of_rank, returned, untouched, options = numpy.zeros(4), {}, 0, [], [], {"lr": 0.1}
 
 class Tracker:
-    def __init__(self): self.values, self.best, self.step, self.rank = [], None, 0, 0
-    def add(self, value): self.values.append(value); self.best = value; self.step = self.rank = 1
+    def __init__(self):
+        self.values, self.best, self.step, self.rank, self.num_samples, self.worst = [], None, 0, 0, 4000, math.inf
+    def add(self, value):
+        self.values.append(value); self.best = value; self.step = self.rank = 1
+        self.num_samples += 8; self.worst = torch.tensor(value)
 
 class Average:
     def __init__(self, value): self.weights, self.fixed = [torch.full((4,), value)], torch.ones(4)
@@ -181,6 +184,8 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
         "counts",
         "tracker.values",
         "tracker.best",
+        "tracker.num_samples",
+        "tracker.worst",
         "trainer.average.weights",
         "trainer.epochs",
         "others.shadow",
