@@ -140,9 +140,9 @@ def explain_unknown(options: Iterable[str]) -> str:
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process per device, or on several machines. Options can be
 written with underscores or hyphens. Settings that you do not give come from the configuration file that `nblaunch
-config` writes, or are chosen automatically. Rank 0 reads standard input. Each line of output begins with the rank of
-its process. The exit code is 1 if the script raised an exception; otherwise it is the exit code of the rank that
-failed first."""
+config` writes, or are chosen automatically. Rank 0 reads standard input. What ranks print to stdout and stderr goes to
+stdout, in order; each line begins with the rank of its process. The exit code is 1 if the script raised an exception;
+otherwise it is the exit code of the rank that failed first."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
