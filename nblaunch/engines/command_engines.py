@@ -18,7 +18,7 @@ from nblaunch import attached_debugger, env
 from nblaunch.engines.engine import NODE_MODULE, Engine, NodeHandle, NodesWanted
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExitStatus
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, files
 from nblaunch.worker import process_control
 
 PROGRAM = f"from {NODE_MODULE} import main; main()"
@@ -117,20 +117,11 @@ class CommandNode(NodeHandle):
                 f"the node program on {host} could not be started by {command[0]}: {error}"
             ) from error
 
-    @property
-    def pid(self) -> int:
-        """The process of the command."""
-        return self._process.pid
-
     def how_ended(self) -> str:
         """Return how the command ended, with its last output."""
-        last_output = b""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
-        with suppress(OSError), open(self._log_path, "rb") as file:
-            file.seek(max(0, self._log_path.stat().st_size - _LAST_BYTES))
-            last_output = file.read()
-        return describe_end(self._process.returncode, last_output)
+        return describe_end(self._process.returncode, files.read_end(self._log_path, _LAST_BYTES))
 
     def kill(self) -> None:
         """Kill the command."""

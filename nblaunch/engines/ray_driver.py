@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch import env
+from nblaunch import env, formatting
 from nblaunch.engines import ray_actor
 from nblaunch.engines.command_engines import PROGRAM, describe_end
 from nblaunch.errors import LaunchError
@@ -418,8 +418,7 @@ class Driver:
             raise
         except Exception as error:
             self._check_nodes(nodes)
-            first, *_ = str(error).strip().splitlines() or [""]
-            cause = _cause(error) or first
+            cause = _cause(error) or formatting.first_line(str(error))
             advice = (
                 ". The nodes also need nblaunch: install it there, or pass runtime_env={'pip': ['nblaunch']}"
             )
@@ -563,8 +562,7 @@ def _holds(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
 
 
 def _needs(count: int, bundle: Mapping[str, float]) -> str:
-    nodes = "1 node" if count == 1 else f"{count} nodes"
-    return f"{nodes} with {_amounts(bundle)} each {'is' if count == 1 else 'are'} needed"
+    return f"{formatting.count(count, 'node')} with {_amounts(bundle)} each {'is' if count == 1 else 'are'} needed"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

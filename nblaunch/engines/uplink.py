@@ -48,7 +48,7 @@ from nblaunch.events import (
     StatusLine,
     ValueLocation,
 )
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, files
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.hang_watch import LocalStacks
 from nblaunch.launcher.requests import JobRequests
@@ -316,20 +316,11 @@ class Uplink:
                 self._channel.send_now(_HEARTBEAT_S)
         for rank in ranks_with_stacks:
             path = self._attempt.log.stacks_path(rank, self._attempt.number)
-            if data := _end_of(path, _STACKS_BYTES):
+            if data := files.read_end(path, _STACKS_BYTES):
                 self._channel.send(LogPart(rank, data, is_stacks=True))
         self._channel.send(*self._heartbeat(DONE))
         for log in self._logs.values():
             log.close()
-
-
-def _end_of(path: Path, max_bytes: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - max_bytes))
-            return file.read()
-    except OSError:
-        return b""
 
 
 class _Log:

@@ -97,6 +97,16 @@ def read(folder_fd: int, name: str) -> bytes | None:
         return file.read()
 
 
+def read_end(path: Path, max_bytes: int) -> bytes:
+    """Return the last bytes of a file; empty if it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - max_bytes))
+            return file.read()
+    except OSError:
+        return b""
+
+
 def replace(
     folder_fd: int, name: str, write: Callable[[IO[bytes]], object], *, is_lasting: bool = True
 ) -> None:

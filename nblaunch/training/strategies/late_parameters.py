@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch import context
+from nblaunch import context, formatting
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
 
@@ -149,8 +149,9 @@ class LateParameters:
         if len(missing) == len(named):
             return  # the reducer does not wait if no parameter gets a gradient
         change = "removed or replaced" if self._removed else "frozen"
+        listed = formatting.first(missing, _MAX_NAMES)
         raise RuntimeError(
-            f"{_listing(missing)} of the {type(model.module).__name__} was {change} after prepare, but "
+            f"{listed} of the {type(model.module).__name__} was {change} after prepare, but "
             "DistributedDataParallel waits for the gradients of all parameters that it was constructed with, so it "
             "would not average the other gradients. Change the model before prepare, or pass "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
@@ -208,13 +209,9 @@ def _average(group: Sequence[torch.nn.Parameter]) -> None:
 
 def _report(model: torch.nn.Module, names: Sequence[str]) -> None:
     if operations.rank() == 0:
+        listed = formatting.first(names, _MAX_NAMES)
         text = (
-            f"{_listing(names)} of the {type(model.module).__name__} became trainable after prepare; nblaunch averages "
+            f"{listed} of the {type(model.module).__name__} became trainable after prepare; nblaunch averages "
             "the new gradients, because DistributedDataParallel does not"
         )
         context.current().emit(Note.of_job(text))
-
-
-def _listing(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
