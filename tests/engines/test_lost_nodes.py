@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.kernels import Kernel
 
 TRAIN = """
@@ -27,18 +25,6 @@ def _start(notebook: Kernel, call: str) -> None:
         "while not all('under way' in job.logs(r) for r in range(4)): time.sleep(0.05)\n"
         "nodes = sorted(node_programs())"
     )
-
-
-@pytest.mark.thorough
-def test_a_killed_node_program_loses_the_node(notebook: Kernel) -> None:
-    _start(notebook, "launch(train, background=True)")
-    notebook.run("os.kill(nodes[1], signal.SIGKILL)")
-    error = notebook.run("job.result(200)", raises="NodeLost").raised
-    assert "(host " in error.value
-    assert "was lost: its process was killed by SIGKILL" in error.value
-    assert notebook.run("node_programs()").value == []
-    notebook.wait_for_no_processes()
-    assert notebook.run("launch(rank, num_nodes=1, num_processes=2, return_all=True)").value == [0, 1]
 
 
 def test_a_silent_node_is_named_and_lost(notebook: Kernel) -> None:
@@ -103,10 +89,3 @@ def train():
     assert kept.run("[value[0] for value in values]").value == ["1"] * 4
     assert kept.run("len({value[1] for value in values})").value == 2
     assert kept.run("len({value[2] for value in values})").value == 1, "random states of the launch"
-
-
-@pytest.mark.thorough
-def test_nothing_outlives_a_killed_kernel(notebook: Kernel) -> None:
-    _start(notebook, "launch(train, background=True)")
-    notebook.kill()
-    notebook.wait_for_no_processes()
