@@ -120,16 +120,12 @@ class GpuBackend(Backend):
         if not gpu.is_bf16_supported():
             return f"{gpu.get_device_name()} does not support bf16; use mixed_precision='fp16'"
         if not gpu.is_bf16_supported(including_emulation=False):
-            self._report_once(
+            self.reporters.note(
                 f"{gpu.get_device_name()} does not support bf16 in hardware, and torch's emulation is several "
                 "times slower: use mixed_precision='fp16'"
             )
+            self.reporters = Reporters()  # the note is sent once per process
         return None
-
-    def _report_once(self, text: str) -> None:
-        """Send ``text`` once per process."""
-        self.reporters.note(text)
-        self.reporters = Reporters()
 
     def rng_state(self) -> Mapping[str, Any]:
         return {self.device_type: self._torch_module().get_rng_state()}

@@ -175,13 +175,10 @@ class Recorder:
     def _is_whole(self) -> bool:
         try:
             with self._folder.opened() as fd:
-                named = os.stat(EVENTS, dir_fd=fd, follow_symlinks=False)
-                os.stat(RECORD, dir_fd=fd, follow_symlinks=False)
-                os.stat("launch", dir_fd=fd, follow_symlinks=False)
-                os.stat(END_RESERVE, dir_fd=fd, follow_symlinks=False)
-        except FileNotFoundError:
+                has_others = all(_exists(fd, name) for name in (RECORD, "launch", END_RESERVE))
+                return has_others and _is_same(fd, EVENTS, self._events_fd)
+        except FileNotFoundError:  # the folder was removed
             return False
-        return os.path.samestat(named, os.fstat(self._events_fd))
 
     def _restore(self) -> None:
         key = self._folder.key(EVENTS)  # the user's key, read at the beginning
