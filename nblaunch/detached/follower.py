@@ -35,7 +35,7 @@ from nblaunch.detached.folder import (
 )
 from nblaunch.detached.listing import OTHER_LAYOUT, ask
 from nblaunch.detached.reader import JobReader
-from nblaunch.detached.record import End, Record
+from nblaunch.detached.record import End
 from nblaunch.detached.requests import Endpoint, RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
@@ -110,9 +110,9 @@ class JobFollower(Job):
         restore_sources(launch.sources)
         folder = JobFolder(folder.path, patience_s=math.inf)  # a lack of descriptors does not end the job
         endpoint = Endpoint(folder.path, self._record.address)
-        super().__init__(
-            launch.spec, _plan_of(self._record, launch), folder, RemoteRequests(endpoint), listeners
-        )
+        backend = backends.find(self._record.backend, launch.registered_backend)
+        plan = LaunchPlan(backend=backend, modules={}, **launch.plan)
+        super().__init__(launch.spec, plan, folder, RemoteRequests(endpoint), listeners)
         self.id = folder.id
         self._folder = folder
         self._endpoint = endpoint
@@ -369,28 +369,23 @@ class _Newcomer:
             listener.on_readings(readings)
 
 
-def _plan_of(record: Record, launch: Launch) -> LaunchPlan:
-    backend = backends.find(record.backend, launch.registered_backend)
-    return LaunchPlan(backend=backend, modules={}, **launch.plan)
-
-
 def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     error = _error_of(folder, end)
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
         with suppress(ResultError):  # a class is missing here, which the error for the whole value reports
-            error.partial = _load_values(folder).get(end.partial_rank)
+            error.partial = _load(folder, RESULT).get(end.partial_rank)
     elif error is not None and folder.modified(RESULT) is not None:  # some ranks returned before the end
         with suppress(ResultError):
-            exceptions.set_attribute(error, "partial", _load_values(folder))
+            exceptions.set_attribute(error, "partial", _load(folder, RESULT))
     return JobOutcome(
         status=end.event.outcome,
         error=error,
         failed_rank=end.event.failed_rank,
         headline=end.event.message,
         is_early=end.event.is_early,
-        values=_Stored(lambda: _load_values(folder, is_there=end.event.outcome == "done")),
+        values=_Stored(lambda: _load(folder, RESULT) if end.event.outcome == "done" else {}),
         unloaded_weights=_Stored(lambda: _load_weights(folder, end)),
     )
 
@@ -434,18 +429,6 @@ class _Stored(Mapping[Any, Any]):
         return len(self._contents)
 
 
-def _load_values(folder: JobFolder, is_there: bool = True) -> Any:
-    try:
-        return _load(folder, RESULT) if is_there else {}
-    except ResultError:
-        raise
-    except Exception as error:  # from the user's classes, which this process may lack
-        raise ResultError(
-            f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. "
-            "If a cell defines the class, run that cell and try again"
-        ) from error
-
-
 def _load_weights(folder: JobFolder, end: End) -> Any:
     if end.unsaved_weights:
         raise ResultError(end.unsaved_weights)
@@ -456,7 +439,7 @@ def _load(folder: JobFolder, name: str) -> Any:
     """Return the contents of a file, with tensors mapped from it.
 
     Raises:
-        ResultError: the folder or the file was removed, or the file is damaged.
+        ResultError: the folder or the file was removed, or the file is damaged, or this process lacks a class.
     """
     try:
         value = folder.load_payload(name)
@@ -467,6 +450,12 @@ def _load(folder: JobFolder, name: str) -> Any:
         ) from None
     except payload.Damaged as error:
         raise ResultError(f"{folder.path / name} is damaged, and was not read: {error}") from None
+    except Exception as error:  # from the user's classes
+        what = "return value" if name == RESULT else name
+        raise ResultError(
+            f"the {what} of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. If a cell "
+            "defines the class, run that cell and try again"
+        ) from error
     if value is None:
         raise ResultError(f"{folder.path / name} was removed, so the {name} of {folder.id} is lost")
     return value
