@@ -6,6 +6,7 @@ to each other as arguments or in the payload of a launch.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def read(name: str) -> Any:
 
 
 def check() -> None:
-    """Check every variable in the table before anything starts.
+    """Check every variable in the table, and misspelt names, before anything starts.
 
     Raises:
         ValueError: variables are invalid; the message lists all of them.
@@ -199,8 +200,18 @@ def check() -> None:
             read(name)
         except ValueError as error:
             problems.append(str(error))
+    problems += _misspelt_names()
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _misspelt_names() -> Iterator[str]:
+    prefix = "NBLAUNCH_"
+    names = {name.removeprefix(prefix): name for name in TABLE if name.startswith(prefix)}
+    for name in sorted(name for name in os.environ if name.startswith(prefix) and name not in TABLE):
+        # Other names are not errors: users may give variables of their own this prefix.
+        if near := difflib.get_close_matches(name.removeprefix(prefix), names, n=1, cutoff=0.7):
+            yield f"nblaunch reads no environment variable {name}: did you mean {names[near[0]]}?"
 
 
 def is_check_off(name: str) -> bool:

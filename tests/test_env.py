@@ -47,6 +47,22 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NBLAUNCH_CHECK", "NBLAUNCH_CHECKS"),
+        ("NBLAUNCH_LOGDIR", "NBLAUNCH_LOG_DIR"),
+        ("NBLAUNCH_NUM_PROCS", "NBLAUNCH_NUM_PROCESSES"),
+    ],
+)
+def test_misspelt_names_are_rejected(monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
+    monkeypatch.setenv("NBLAUNCH_GREETING", "hello")  # the user's own
+    env.check()
+    monkeypatch.setenv(name, "off")
+    with pytest.raises(ValueError, match=rf"{name}: did you mean {meant}\?"):
+        env.check()
+
+
 @pytest.mark.parametrize("text", ["-nosuch", "-same_file,-nosuch", "same_file", "off,on", "off -same_file"])
 def test_unknown_checks_are_rejected_with_the_list_of_names(
     monkeypatch: pytest.MonkeyPatch, text: str
