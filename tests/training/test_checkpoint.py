@@ -794,6 +794,26 @@ def test_checksums_are_divided_among_ranks(tmp_path: Path, monkeypatch: pytest.M
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
 
+def test_checksums_start_threads_only_for_further_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pool also starts threads that manage it, and one of these sleeps for 0.1 s: as long as a small save takes.
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"1")
+    start, started = threading.Thread.start, []
+
+    def noting(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noting)
+    assert files.checksums(tmp_path, "") == {}
+    assert files.checksums(tmp_path, "a") == {"a": "crc32:83dcefb7"}
+    assert not started
+    assert list(files.checksums(tmp_path, "abc").values()) == ["crc32:83dcefb7"] * 3
+    assert len(started) == 2
+
+
 def test_misfits_are_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     accelerator.save_state(tmp_path / "state")

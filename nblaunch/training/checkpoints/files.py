@@ -22,10 +22,12 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import threading
 import zlib
+from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +172,31 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Return checksums of files in ``folder``, such as ``crc32:1a2b3c4d``. Several threads read the files."""
-    paths = [folder / name for name in names]
-    # Not an executor: these reject work once the interpreter exits, while a thread may still write a checkpoint.
-    with ThreadPool(min(_NUM_READERS, len(paths)) or 1) as readers:
-        return dict(zip(names, readers.map(_checksum_of_file, paths, chunksize=1), strict=True))
+    left = deque(names)
+    sums: dict[str, str] = {}
+    errors: list[Exception] = []
+
+    def read() -> None:
+        # Other threads may take the last file at any time.
+        with suppress(IndexError):
+            while not errors:
+                name = left.popleft()
+                try:
+                    sums[name] = _checksum_of_file(folder / name)
+                except Exception as error:
+                    errors.append(error)
+
+    # Not a pool, which ends only when a thread that manages it wakes up, up to 0.1 s later. Not an executor, which
+    # rejects work once the interpreter exits, while a thread may still write a checkpoint.
+    others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
+    for thread in others:
+        thread.start()
+    read()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sums
 
 
 def _checksum_of_file(path: Path) -> str:
