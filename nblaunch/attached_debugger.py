@@ -62,7 +62,7 @@ def fork() -> int:
     """Fork with the system's function, without warnings; the child keeps this process's warning filters.
 
     A debugger may have replaced ``os.fork`` to follow the child. Python and jax warn before the fork of a process with
-    several threads; workers are kept from using what belongs to other threads.
+    several threads; nblaunch stops workers from using what belongs to other threads.
     """
     import posix
 

@@ -82,12 +82,13 @@ def finish() -> None:
 
 
 def _import_first() -> None:
-    """Import one planned module. An interrupt comes only afterwards, since it would leave a half-imported module."""
+    """Import one planned module. Interrupts wait, because they would leave the module half imported."""
     with _lock, signal_handlers.held_back(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings would appear in a cell that does not import the module
         if _planned:
             with suppress(Exception):
-                # Needed even if sys.modules has the module: a user's thread may still be importing it, and this waits.
+                # Needed even if sys.modules has the module: a user's thread may still be importing it, and this call
+                # waits for it.
                 importlib.import_module(_planned.pop(0))
 
 

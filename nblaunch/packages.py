@@ -154,8 +154,7 @@ def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Funct
 
 
 def replaces(owner: Any, name: str, *others: Any) -> Callable[[_Function], _Function]:
-    """Return a decorator that puts a function in the place of ``owner.name``, in this process; see
-    :func:`replacement_of`.
+    """Return a decorator that replaces ``owner.name`` with a function, in this process; see :func:`replacement_of`.
 
     Args:
         owner: a class or module.
@@ -237,9 +236,9 @@ if hasattr(os, "register_at_fork"):  # Windows, where the package says what it n
 def before_first_use(
     cls: Any, methods: Iterable[str], act: Callable[[Any], object], *, includes_new: bool = False
 ) -> None:
-    """Call ``act(instance)`` once before the methods of an object that this process has inherited, then mark it as own.
+    """Call ``act(instance)`` before the first method call on an inherited object, once; then mark the object.
 
-    Other threads that use the object wait meanwhile.
+    Other threads that call these methods wait until ``act`` has returned.
 
     Args:
         cls: a class of a library.

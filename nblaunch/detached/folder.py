@@ -127,7 +127,7 @@ class JobFolder(LogFolder):
 
     Attributes:
         id: short name of the job.
-        user_key: the user's key, available once the folder has been opened; empty = missing.
+        user_key: the user's key, available once the folder has been opened; empty if it is missing.
     """
 
     def __init__(self, path: Path, patience_s: float = 10.0) -> None:

@@ -28,7 +28,7 @@ _PERIOD_S = 0.4
 
 
 class WaitKind(enum.Enum):
-    """What a rank waits for; the value is the number of seconds for which it must have waited."""
+    """What a rank waits for; the value is the number of seconds after which the wait counts."""
 
     THREAD = 1.0
     """A thread of its own process; all of them sleep. Before that time, threads of a pool may still be taking turns, or
@@ -110,7 +110,7 @@ def _wait_of(pid: int) -> tuple[WaitKind, Waits | None]:
 
 
 def is_confirmed(kind: WaitKind, position: Position) -> bool:
-    """Return whether the stack of a rank shows that it waits like this.
+    """Return whether the stack of a rank shows this kind of wait.
 
     A rank in a collective waits for other ranks, whatever its threads do. A rank that perhaps waits for a thread must
     wait for a Python thread and have no other Python thread; it may have native threads. A rank that waits for a reader

@@ -96,7 +96,8 @@ def device_files(names_tpu: bool) -> int:
     """Count chips by their device files, for containers that hide the PCI bus. Read once per process.
 
     Args:
-        names_tpu: whether the environment names a TPU; if not, VFIO groups don't count, since others may own them.
+        names_tpu: whether the environment names a TPU; if not, VFIO groups don't count, because other users may own
+            them.
     """
     accelerators = [path for path in DEV.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
     groups = [path for path in DEV.glob("vfio/*") if path.name.isdigit()] if names_tpu else []

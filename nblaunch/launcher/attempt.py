@@ -271,7 +271,7 @@ def _open_selector(stack: ExitStack) -> selectors.BaseSelector:
 def _assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
 ) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, CommandConnection]]:
-    """Create each worker's descriptors and assignment; return the assignments, and this process's ends by rank.
+    """Create each worker's descriptors and assignment; return the assignments, and the launcher's ends by rank.
 
     Args:
         attempt: the attempt, with the port of the store in its topology.

@@ -263,7 +263,7 @@ class HangWatch:
         return Hung(positions, lines, "", explanation) if WaitKind.THREAD in new_kinds else None
 
     def _look_for_left_alone(self, now_s: float, pids: Mapping[int, int], done: Collection[int]) -> None:
-        """Ask for the stacks of the ranks that are left, less and less often, because they may need no other rank."""
+        """Request the stacks of the remaining ranks at growing intervals, as they may need no other rank."""
         if not pids or not done:
             self._pause_s = 0.0  # all ranks run, or none
         elif not self._pause_s:

@@ -223,7 +223,7 @@ class Preparer:
 
 
 def _kept(prepared: P, among: list[P], original: str) -> P:
-    """Add ``prepared`` to the prepared objects ``among`` which it belongs, if it is new there, and return it.
+    """Append ``prepared`` to the list ``among`` unless the list has it, and return it.
 
     Raises:
         ValueError: the object was prepared elsewhere, such as a loader for the notebook's only process. It has the

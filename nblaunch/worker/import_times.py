@@ -3,7 +3,7 @@
     find_spec("deepspeed") ──> its loader, which measures exec_module, with all imports inside it
                            ──> 5 s or longer? ──> the package inside it that takes most of this time
 
-Time in which other programs used the processor does not count, because it does not belong to the import.
+Time that the import spent waiting for a processor does not count.
 
 Each worker repeats the imports that the kernel has not performed. A library may import others without the
 user's knowledge: for example, Accelerate imports DeepSpeed if it is installed. Measuring adds only a few

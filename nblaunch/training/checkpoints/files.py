@@ -186,8 +186,8 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
                 except Exception as error:
                     errors.append(error)
 
-    # Not a pool, which ends only when a thread that manages it wakes up, up to 0.1 s later. Not an executor, which
-    # rejects work once the interpreter exits, while a thread may still write a checkpoint.
+    # A pool would end only when the thread that manages it wakes up, up to 0.1 s later. An executor would reject work
+    # once the interpreter exits, while a thread may still write a checkpoint.
     others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
     for thread in others:
         thread.start()

@@ -1,4 +1,4 @@
-"""The common base of strategies whose weights are sharded as DTensors over any mesh; tensor parallelism, the simplest.
+"""Tensor parallelism, and the common base of strategies whose weights are sharded as DTensors over any mesh.
 
 This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
 ``shard_files.py`` reads and writes the files. The caller decides when the files are moved to their final place in the

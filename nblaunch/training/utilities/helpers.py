@@ -1,7 +1,7 @@
 """Small functions and constants that scripts for Hugging Face Accelerate import from its ``utils``.
 
-Functions about packages look these up without importing them. They touch no device except the one that this process
-computes on.
+Functions about packages look these up without importing them. They use no device except the one on which this process
+computes.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class _NotPlain(Exception):
 
 
 def _content(value: Any) -> Any:
-    """Return what is sent for a value; :data:`_DEFAULT` if a fresh process has it anyway.
+    """Return what to send for a value; :data:`_DEFAULT` if a fresh process has it anyway.
 
     Raises:
         _NotPlain: a copy can't replace the value.
@@ -254,7 +254,7 @@ class _Search:
                 self.changed.add(Place(name, attribute))
 
     def _follow_calls(self, values: Iterable[Any]) -> None:
-        """Add what the code that calls with these values may reach may have changed."""
+        """Add what may have been changed by code that calls with these values can reach."""
         values = list(values)
         self._add_objects(values)
         for reached in called_code.reached_by(values, _MAX_REACHED):

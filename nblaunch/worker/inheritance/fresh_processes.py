@@ -1,8 +1,8 @@
-"""What a fresh process lacks: modules that it would not find, and variables that only text names.
+"""Things that a fresh process lacks: modules that it would not find, and variables that only text names.
 
-A cell may have changed the working directory or ``sys.path`` since it imported one of the user's modules, or may itself
-have loaded the module from a file. Functions of the module are pickled by name, so a worker must import the module from
-the kernel's file.
+A cell may have changed the working directory or ``sys.path`` since it imported one of the user's modules, or may have
+loaded the module from a file itself. Functions of the module are pickled by name, so a worker must import the module
+from the kernel's file.
 
 A call is sent with the variables that the function's code names. ``numexpr.evaluate("2 * a")``,
 ``frame.query("x > @a")`` and ``eval("a")``, however, look up a name only when they run.

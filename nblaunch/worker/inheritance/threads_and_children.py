@@ -41,7 +41,7 @@ _listeners: list[Any] = []
 """Objects of the class ``QueueListener`` whose methods these threads run."""
 
 _reported: set[int] = set()
-"""Ids of threads whose joins were reported."""
+"""IDs of threads whose joins were reported."""
 
 _has_children = False
 """Whether the process that forked this worker had children, which may be programs."""

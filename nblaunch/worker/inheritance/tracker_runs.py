@@ -6,7 +6,7 @@ trackio      sends a worker's logs from a thread, which the worker must wait for
 TensorBoard  writes from a thread of the kernel, so a worker begins a new file
 Comet        sends from a thread of the kernel, so what a worker logs is lost, and a note says so
 Optuna       keeps a study without a storage in an object, of which each worker has a copy. A note says that the study
-             never gets what the function reports. Studies in files or databases are shared
+             does not receive what the function reports. Studies in files or databases are shared
 
 ClearML and Neptune detect a fork themselves, and SwanLab raises an error. Nothing here imports a tracker.
 """
