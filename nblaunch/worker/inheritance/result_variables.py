@@ -147,7 +147,9 @@ class Finder:
         if not (is_dataset and type(part) is dict):
             yield from self.variables(where, part, depth + 1)
         if not is_dataset and not is_for_itself(attribute):
-            yield _attribute(where, value, attribute, part, is_counted=attribute in self._counted)
+            # An iterator, sampler or loader counts its positions and epochs for itself.
+            is_counted = attribute in self._counted and not hasattr(type(value), "__iter__")
+            yield _attribute(where, value, attribute, part, is_counted=is_counted)
 
     def _of_module(self, name: str, module: Any) -> Iterator[Variable]:
         """Watch a module's tensors if the kernel does not get them; yield other attributes that may keep results."""
