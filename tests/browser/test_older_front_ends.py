@@ -40,7 +40,7 @@ print(*(m.version(name) for name in ("ipykernel", "ipython", "ipywidgets", "jupy
 FIRST, STOPPED, RESULT, FAILING, SECOND, RELOADED, BLOCKED, HANGING_SETUP, HANGING = range(1, 10)
 CELLS = (
     SETUP + VERSIONS,
-    "notebook_launcher(train, (1000,), 2)",
+    "notebook_launcher(train, (10_000,), 2)",
     "job = notebook_launcher(train, (100_000,), 2, background=True)",
     "0 < job.result() < 99_999",
     "notebook_launcher(train, (1000, True), 2, interrupt_grace_s=60)",
