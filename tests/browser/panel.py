@@ -108,7 +108,8 @@ def show_lines_of(page: Page, cell: int, rank: int, other: int) -> None:
     # Match whole labels only: if the rank has failed, other lines name it.
     tabs = page.output(cell).locator("[class*=TabBar-tabLabel]")
     tabs.filter(has_text=re.compile(rf"^rank {rank}$")).click()
-    page.wait_for_text(cell, f"rank {rank} at step 10 <b>not bold</b>")
+    line = re.compile(rf"rank {rank} at step \d+ <b>not bold</b>")  # the tab shows only the last lines
+    page.wait_until(lambda: line.search(page.text(cell)), f"lines of rank {rank}")
     page.wait_until(lambda: f"rank {other} at step" not in page.text(cell), f"lines of rank {rank} alone")
 
 
