@@ -202,7 +202,8 @@ class HangWatch:
             self._ask(pids, self._judge)
         if self._is_local and (kinds := self._wait_detector.observe(now, pids)):
             self._ask(pids, partial(self._report_waits, kinds=kinds))
-        if self._is_local:
+        # In a session, a command may interrupt ranks that wait, so only the time limit decides there.
+        if self._is_local and not self._attempt.spec.is_session:
             done = {reading.rank for reading in readings if reading.state is WorkerState.DONE}
             self._look_for_left_alone(now, pids, (done | self._ways_left.keys()) - pids.keys())
 
