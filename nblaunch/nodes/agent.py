@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from multiprocessing.connection import wait
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import NoReturn
 
 from torch.distributed import Store
@@ -238,7 +238,7 @@ class LauncherClient:
         self._reading_fd = reading_fd
         self._heartbeats = heartbeats
         self._leave = leave
-        self._ended: SimpleQueue[WorkersEnded] = SimpleQueue()
+        self._ended: Queue[WorkersEnded] = Queue()
 
     def start(self) -> None:
         """Start the daemon thread that receives the launcher's messages."""

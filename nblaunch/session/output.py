@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.report import AttemptReport
@@ -118,7 +117,9 @@ class SessionOutput:
         self._shown = threading.Lock()
         self.ended: dict[int, Exited] = {}
         self.command = CommandReport()
-        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._asleep = threading.Lock()
+        """Held until :meth:`wake`; the thread of the cell waits for it."""
+        self._asleep.acquire()
 
     def on_event(self, event: Event) -> None:
         """Keep output, displays and notes; while a command runs, keep all events except the session job's own."""
@@ -152,14 +153,13 @@ class SessionOutput:
 
     def wake(self, _runner: object = None) -> None:
         """Wake the thread that waits for the command."""
-        self._wakes.put(None)
+        with suppress(RuntimeError):  # not held: the thread of the cell is about to notice an earlier call
+            self._asleep.release()
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` seconds for all ranks to finish the command, or for one to wait for pdb input."""
-        with suppress(Empty):
-            self._wakes.get(timeout=timeout_s)
-            while True:
-                self._wakes.get_nowait()
+        # Not a SimpleQueue: before Python 3.13, its get() waits forever if a signal handler outlasts the timeout.
+        self._asleep.acquire(timeout=timeout_s)
 
     @contextmanager
     def shown_by(

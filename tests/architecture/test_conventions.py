@@ -58,6 +58,21 @@ def test_no_handler_swallows_all_errors() -> None:
     assert not offenders, f"name the exceptions that may be ignored, and say why:{listing(offenders)}"
 
 
+def test_no_simple_queue_is_read_with_a_timeout() -> None:
+    offenders = [
+        module.at(node)
+        for module in modules()
+        if "SimpleQueue" in module.text
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+        if any(keyword.arg == "timeout" for keyword in node.keywords)
+    ]
+    assert not offenders, (
+        "before Python 3.13, SimpleQueue.get(timeout=...) waits forever if a signal handler outlasts the timeout; use "
+        f"queue.Queue or a lock:{listing(offenders)}"
+    )
+
+
 def test_every_module_has_a_docstring() -> None:
     offenders = [
         module.at(module.tree)

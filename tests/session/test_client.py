@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,6 +214,21 @@ def test_the_rows_of_a_long_command_include_earlier_events(monkeypatch: pytest.M
         monkeypatch.setattr(output.time, "monotonic", lambda: late)
         of_session.on_event(EpochEnded(0, 2.0, 2, 0.8, 2.0))
     assert rows.events == [*early, EpochEnded(0, 2.0, 2, 0.8, 2.0)]
+
+
+def test_a_signal_handler_that_outlasts_the_timeout_does_not_prolong_the_wait() -> None:
+    """On a busy machine, the handler of an interrupt may take longer than the client waits at a time."""
+    of_session = SessionOutput()
+    before = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.2))
+    limit = Timer(20.0, of_session.wake)
+    limit.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        of_session.wait(0.1)
+        assert limit.is_alive()
+    finally:
+        limit.cancel()
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_new_command_hides_old_progress() -> None:
