@@ -162,9 +162,9 @@ def _keep_groups_apart(rendezvous: Any) -> None:
 def _wait_interruptibly(c10d: Any, *, master_port: int) -> None:
     """Let an interrupt reach a rank that waits for other ranks to join the job's default group.
 
-    torch waits in native code, where Python can't raise the interrupt. If another rank ended instead of
-    joining, the launcher could only kill the waiting rank after the grace period, and its ``finally`` blocks
-    would not run.
+    torch waits in native code, where Python can't raise the interrupt. If another rank ended instead of joining, the
+    launcher would have no choice but to kill the waiting rank after the grace period, and that rank's ``finally``
+    blocks would not run.
     """
     # torch has no public hook between the rendezvous and the creation of the group (torch 2.13).
     create = getattr(c10d, "_new_process_group_helper", None)
@@ -282,7 +282,8 @@ def leave_at_exit() -> None:
     """Destroy the groups of a process that is about to end, if ending the process is not enough.
 
     NCCL and similar backends need their groups destroyed before the process ends. Gloo's groups own nothing that
-    outlives the process, and destroying one waits 10 to 20 ms for threads that end with the process anyway.
+    outlives the process, and destroying one takes 10 to 20 ms, spent waiting for threads that end with the process
+    anyway.
     """
     if not is_joined():
         return
@@ -296,8 +297,8 @@ def leave_at_exit() -> None:
 def forget_inherited() -> None:
     """Make a forked worker forget the kernel's group.
 
-    The group's threads and sockets belong to the kernel. Destroying the group here would wait for threads that a fork
-    does not copy, so its objects stay alive, unused, until the process ends.
+    The group's threads and sockets belong to the kernel. A call that destroyed the group here would wait for threads
+    that a fork does not copy, so the group's objects stay alive, unused, until the process ends.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     _abandoned.extend(kept)

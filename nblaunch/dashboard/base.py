@@ -1,4 +1,4 @@
-"""Base classes of dashboards: listeners that a launcher calls to show a job.
+"""Base classes for dashboards: listeners that a launcher calls to show a job.
 
 ``Dashboard`` is the interface, ``GuardedDashboard`` keeps a dashboard's errors away from the job, ``Pace`` limits the
 rate of updates, and ``ViewingDashboard`` keeps the :class:`JobView` that subclasses draw.
@@ -23,11 +23,15 @@ Bundle = Mapping[str, Any]
 """MIME type -> data, as in ``display(..., raw=True)``."""
 
 RATE_BYTES_S = 17_500.0
-"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in total."""
+"""Bytes per second that a dashboard sends to a notebook. Together with the output of 8 workers, this makes about 22
+kB/s.
+"""
 
 
 def uptime() -> float:
-    """Return seconds on a clock that never jumps and runs while the machine is suspended, like the times of events."""
+    """Return seconds on a clock that never jumps and that, like the clock for event times, keeps running while the
+    machine is suspended.
+    """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -112,7 +116,8 @@ class GuardedDashboard(Dashboard):
 
 @final
 class Pace:
-    """The times of updates: the first after ``first_s`` seconds, then every ``interval_s``, later every ``slow_s``.
+    """The schedule of updates: the first after ``first_s`` seconds, then every ``interval_s`` seconds, and later every
+    ``slow_s`` seconds.
 
     Updates slow down after ``slow_after_s``, so that a long job sends fewer messages to the front end. Large updates
     are published less often, because a remote front end has to download them.
@@ -164,13 +169,15 @@ class Pace:
 
 
 _LOOK_S_PER_RANK = 0.001
-"""Seconds between two folds of readings, per rank: at most ten folds a second, and two with 512 ranks."""
+"""Minimum number of seconds between two folds of readings, per rank. There are at most ten folds a second with few
+ranks, and at most two with 512 ranks.
+"""
 
 _MAX_SHARE = 0.05
 _LONGEST_S_PER_RANK = 0.002
-"""The pause between two folds is long enough that folding and drawing take less than ``_MAX_SHARE`` of the time, but at
-most ``_LONGEST_S_PER_RANK`` per rank. A table of a few ranks is therefore always up to date, and a table of 512 ranks
-changes at least once a second.
+"""The pause between two folds is long enough for folding and drawing to take less than ``_MAX_SHARE`` of the time, but
+it lasts at most ``_LONGEST_S_PER_RANK`` seconds per rank. A table of a few ranks is therefore always up to date, and a
+table of 512 ranks changes at least once a second.
 """
 
 _EVENTS_PER_RANK = 16

@@ -2,8 +2,8 @@
 
 If the disk is full, the recorder keeps data in memory and writes it as soon as there is space: events while the job
 runs; the result, the weights and the error when the job ends. The process waits for space until the user drops the
-result. From the beginning, the recorder reserves space for the record of the job's end. Files that are removed while
-the job runs are restored.
+result. At the start, the recorder reserves space for the record of the job's end. Files that are removed while the job
+runs are restored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recorder:
 
     Args:
         folder: folder of the job.
-        log: the same folder, as the folder of the job's log files.
+        log: the job's log folder, which is the same folder.
         record: description of the launch.
         launch: remaining facts about the launch.
         outcome: returns the outcome once the job has ended.
@@ -123,7 +123,7 @@ class Recorder:
         Raises:
             OSError: the files can't be written.
         """
-        with self._lock:  # a request may restore these files at the same time
+        with self._lock:  # the thread that serves requests may restore these files at the same time
             self._folder.write(self._launch)
             self._folder.write_plain(self._record)
 
@@ -138,7 +138,7 @@ class Recorder:
             self._append(event)
             if isinstance(event, Started) and not self._has_workers:
                 self._has_workers = True
-                self._write_snapshot()  # this file says that workers run; readings follow a moment later
+                self._write_snapshot()  # this file says that workers are running; readings follow a moment later
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Write the state of all ranks a few times per second, and restore removed files."""
@@ -323,8 +323,8 @@ class Recorder:
     def _waits(self, part: _Part, problem: OSError, why: str) -> bool:
         """Wait until another attempt may succeed; return False if the user asked to give up.
 
-        Only a request that arrives after this process has begun to wait drops data. An earlier request was meant to end
-        training, because the user could not have known that the disk was full.
+        Data is dropped only by a request that arrives after this process has begun to wait. An earlier request was
+        meant to end training, because the user could not have known that the disk was full.
         """
         if self._endings_before is None:
             self._endings_before = self._requests.endings
@@ -332,7 +332,7 @@ class Recorder:
         place = self._folder.path.parent
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (
-            f"waits for {needs} in {place} to write {part.what} ({why}). It tries again until there is space; "
+            f"waits for {needs} in {place} to write {part.what} ({why}). It keeps trying until there is space; "
             f"job.stop() or `nblaunch stop {self._folder.id}` drops the result"
         )
         next_try_s = time.monotonic() + _RETRY_S
@@ -353,7 +353,7 @@ class _Part:
     Args:
         what: name that messages use.
         write: writes the value into the folder.
-        value: the value to pickle, whose size messages state; None if it is tiny.
+        value: the value to pickle. Messages state its size. None if it is tiny.
     """
 
     what: str

@@ -29,7 +29,7 @@ from nblaunch.host import descriptors, exhaustion, files, proc
 from nblaunch.launcher.requests import JobRequests
 
 TAKEN = "ok"
-"""The reply to a request that ends the job. The reply and such requests are the same in all versions of nblaunch."""
+"""The reply to a request that ends the job. This reply and these requests are the same in all versions of nblaunch."""
 
 _SOCKET_NAME = "socket"
 _CREDENTIALS = struct.Struct("3i")
@@ -75,7 +75,7 @@ class Endpoint:
         try:
             with self.connected():
                 return True
-        except BlockingIOError:  # the system's queue is full: the process is only busy or stopped
+        except BlockingIOError:  # the system's queue is full: the process exists, but is busy or stopped
             return True
         except OSError as error:
             # If this process has no descriptors left, the state of the job process is unknown.
@@ -162,7 +162,7 @@ class RequestServer:
         self._thread.start()
 
     def restore(self) -> None:
-        """Create the socket in the folder again, after it has been removed."""
+        """If the socket in the folder has been removed, create it again."""
         with suppress(OSError), files.private_folder(self._endpoint.folder) as fd:
             try:
                 os.stat(_SOCKET_NAME, dir_fd=fd, follow_symlinks=False)
@@ -187,7 +187,7 @@ class RequestServer:
             return error
 
     def _listen(self, address: str) -> OSError | None:
-        """Listen at an address; return why that failed, for example on a file system without sockets."""
+        """Listen on an address. If that fails, for example on a file system without sockets, return the error."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listening.bind(address)

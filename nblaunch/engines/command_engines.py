@@ -215,13 +215,13 @@ _SRUN_OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--m
 
 
 class SlurmEngine(Engine):
-    """Starts each node program as a step of the allocation in which this process runs, such as under ``salloc``.
+    """Starts each node program as a step of the allocation in which this process runs, for example under ``salloc``.
 
     Slurm transports the data, with the site's encryption and authentication; nblaunch opens no socket.
     """
 
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
-        """Start a step on the first ``max_nodes`` nodes of the allocation."""
+        """Start a step on each of the first ``max_nodes`` nodes of the allocation."""
         hosts = _allocated()
         spec = wanted.spec
         if len(hosts) < spec.min_nodes:
@@ -261,7 +261,5 @@ def _allocated() -> list[str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(
-            f"the nodes of the allocation, {nodes}, can't be listed by scontrol: {error}"
-        ) from error
+        raise LaunchError(f"scontrol can't list the nodes of the allocation, {nodes}: {error}") from error
     return listed.stdout.split()

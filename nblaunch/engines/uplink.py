@@ -62,15 +62,15 @@ from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
 _MESSAGES_PER_S = 128
-"""Maximum number of heartbeats, or of parts of logs, that all nodes together send per second."""
+"""Maximum number of heartbeats, or of log parts, that all nodes together send per second."""
 
 _LOG_BYTES = 256 << 10
 """Number of log bytes that are sent per check; there are ten checks per second."""
 
 _MAX_LAG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
-"""If the unsent part of a log exceeds the first number of bytes, only the second number is sent, and the rest stays
-in the file.
+"""If the unsent part of a log exceeds ``_MAX_LAG_BYTES``, only its last ``_KEPT_BYTES`` are sent, and the rest stays in
+the file.
 """
 
 _STACKS_BYTES = 256 << 10
@@ -192,7 +192,7 @@ class Uplink:
     # --- to the coordinator --------------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Send an event, immediately if others wait for it."""
+        """Send an event, and do so immediately if others are waiting for it."""
         if isinstance(event, (LogLines, StatusLine)):
             return  # reconstructed from the bytes of the logs
         if isinstance(event, HostMemory):
@@ -270,7 +270,7 @@ class Uplink:
         return sent
 
     def _new_logs(self, max_bytes: int) -> list[LogPart]:
-        """Return the ranks' new output, up to ``max_bytes`` in total, each rank in turn."""
+        """Return the ranks' new output, up to ``max_bytes`` in total, taking the ranks in turn."""
         parts: list[LogPart] = []
         for rank in sorted(self._logs, key=lambda rank: self._logs[rank].sent_s):
             if max_bytes > 0:

@@ -3,11 +3,12 @@
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
 ``futex``, with a flag that marks the memory as private to the process. Without a deadline, only a signal
 handler or another thread of the same process can wake it. If all threads of a process sleep this way, the process is
-certain to wait forever. A thread sleeps in a different system call, without the flag or with a deadline, if it is
-waiting for a pipe, a socket, a file, a clock, another process, or a lock shared between processes.
+certain to wait forever. A thread that is waiting for a pipe, a socket, a file, a clock, another process, or a lock
+shared between processes sleeps differently: in another system call, or in ``futex`` without the flag or with a
+deadline.
 
-Other threads may also be waiting to read from channels that no other process has open. Some threads only serve others,
-and can't end a wait while they are idle.
+Threads other than the main thread may instead be waiting to read from channels that no other process has open. Some
+threads only serve others, and can't end a wait while they are idle.
 
 The main thread may also wait for an object that its process shares with the calling process, such as a pipe or a
 semaphore. Only other processes can then end the wait.
@@ -115,7 +116,9 @@ def _is_idle_server(pid: int, thread: int) -> bool:
 
 
 def wait_for_others(pid: int) -> Wait | None:
-    """Return the main thread's wait for a write, or for a lock that processes share; None if it waits for neither."""
+    """Return the main thread's wait if it is blocked in a write, or is waiting for a lock that processes share;
+    otherwise None.
+    """
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields or (fields[0] != str(_WRITE) and not _is_shared_futex(fields)):
         return None
@@ -123,7 +126,9 @@ def wait_for_others(pid: int) -> Wait | None:
 
 
 def has_awaited_object(pid: int) -> bool:
-    """Return whether the calling process also has the pipe, socket or semaphore of :func:`wait_for_others`."""
+    """Return whether the calling process also has the pipe, socket or semaphore that :func:`wait_for_others` has
+    found.
+    """
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields:
         return False
@@ -150,7 +155,9 @@ def _mapped_file(pid: int, address: int) -> str:
 
 
 def _system_call(folder: str) -> list[str]:
-    """Return the system call of a waiting thread: number, six arguments, stack pointer, program counter; else empty."""
+    """Return a waiting thread's system call: its number, six arguments, the stack pointer and the program counter.
+    Return an empty list if the thread is not waiting.
+    """
     fields = proc.read(f"{folder}/syscall").split()
     return fields if len(fields) == 9 else []
 
@@ -225,7 +232,7 @@ def _awaited_channels(pid: int, system_call: Sequence[str]) -> list[str]:
 
     Args:
         pid: process of the thread.
-        system_call: the fields of its file ``syscall``.
+        system_call: the fields of the thread's ``syscall`` file.
     """
     if not system_call:
         return []
@@ -318,7 +325,7 @@ def _peer_of_local_socket(inode: int) -> int:
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as asking:
             asking.sendto(header + request, (0, 0))
-            reply = asking.recv(4096, socket.MSG_DONTWAIT)  # the system writes it during the call of sendto
+            reply = asking.recv(4096, socket.MSG_DONTWAIT)  # the system writes it before sendto returns
     except OSError:  # a sandbox does not allow it
         return 0
     length, kind, *_ = _HEADER.unpack_from(reply)

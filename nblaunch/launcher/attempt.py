@@ -61,10 +61,11 @@ class Peers(Protocol):
         """Whether the workers of this node must end because of other nodes."""
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
-        """Begin to agree with the nodes on the step at which all ranks leave their loops."""
+        """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Let the ranks begin to agree on an optimizer step; an interrupt is raised on all ranks before that step.
+        """Start an agreement among the ranks on an optimizer step; an interrupt is raised on all ranks just before that
+        step.
 
         Return None if this is impossible.
         """
@@ -151,9 +152,9 @@ class RunningAttempt:
         receivers: rank -> receiver of its events.
         commands: rank -> connection for commands, to a session or the debugger; empty = no commands.
         tails: rank -> follower of its log.
-        store: the store that workers can request; None = an agent hosts it.
+        store: the store, which starts when a worker first connects to it; None = an agent hosts it.
         selector: waits for all of these.
-        memory: samples host memory, beginning before the start.
+        memory: samples host memory, from just before the workers start.
         devices: samples the use of the workers' devices.
         guardian: kills the workers if this process dies; not started yet.
         left_running: processes outside the workers' process groups that were killed when the attempt was closed.

@@ -127,11 +127,13 @@ class MemorySampler:
         now_s = self._clock()
         if pids and now_s >= self._next_proportional_s:
             self._read_one(pids, now_s)
-        # A missing rank's function has ended; in a session, another command may follow.
+        # If a rank is missing, its function has ended; in a session, another command may follow.
         self._uses = {rank: use for rank, use in self._uses.items() if rank in pids}
         due = set(pids)
         if now_s < self._next_s:
-            due -= self._uses.keys()  # otherwise a short job would end without a figure
+            due -= (
+                self._uses.keys()
+            )  # ranks without a reading stay due; otherwise a short job would end without one
         else:
             self._next_s = now_s + _READING_S
         for rank in due:

@@ -122,7 +122,8 @@ class JobOutcome:
         if self.error is None or tb is None or is_of_rank(tb.tb_frame):
             return self
         failed = describe_failure(0, self.error)
-        # Frames that are made in this thread would refer to its other frames, and IPython's hold the original error.
+        # Frames created in this thread would refer to its other frames, and IPython's frames hold a reference to the
+        # original error.
         with ThreadPoolExecutor(max_workers=1) as thread:
             copied = thread.submit(rebuild, failed).result()
         return replace(self, error=copied, _traceback=copied.__traceback__)
@@ -267,7 +268,7 @@ class EndedAttempt:
     def _changed_elsewhere(self) -> dict[ArgPath, list[int]]:
         """Return the modules that changed only on ranks that do not send them, with these ranks.
 
-        Ranks that have returned tensors are left out, because these may be the weights.
+        Ranks that have returned tensors are left out, because those tensors may be the weights.
         """
         ranks: dict[ArgPath, list[int]] = {}
         for rank, returned in sorted(self.report.returned.items()):
@@ -310,7 +311,9 @@ class EndedAttempt:
         return notes
 
     def _unsent(self) -> dict[ArgPath, str]:
-        """Return why ranks whose function has returned did not send states that they announced, by argument path."""
+        """Return, by argument path, why a state that a rank announced was not sent, for ranks whose function has
+        returned.
+        """
         reasons: dict[ArgPath, str] = {}
         for rank, announced in sorted(self.report.announced.items()):
             sent = self.report.sent_states.get(rank, {})
@@ -397,7 +400,9 @@ class EndedAttempt:
         if rank in self.report.announced:
             return True
         failed = self.report.failed.get(rank)
-        if failed is not None:  # a function that has begun announces a KeyboardInterrupt
+        if (
+            failed is not None
+        ):  # on a KeyboardInterrupt in the function, the worker would have announced its states
             return failed.info.type_name != KeyboardInterrupt.__name__
         states = {reading.rank: reading.state for reading in self.report.last_readings}
         return states.get(rank) is not WorkerState.STARTING
@@ -409,7 +414,7 @@ class EndedAttempt:
             return ""
         if event is not None:
             step = f"optimizer step {event.step + 1:,}"
-            return f"rank {rank} was interrupted in {step}, which did not end in time"
+            return f"rank {rank} was interrupted during {step}, which did not finish in time"
         failed = self.report.failed.get(rank)
         if failed is not None:
             return f"rank {rank} raised {failed.info.type_name} when it was interrupted"

@@ -151,7 +151,7 @@ class NodeAgent:
     def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
         """Wait until all nodes' workers have returned; return False if they restart because nodes are waiting to join.
 
-        If nodes have failed or were lost, the launcher, which knows about them, makes the agent leave.
+        If nodes fail or are lost, the launcher, which knows about them, makes the agent leave.
         """
         # If the store is lost, the results of this node's workers are still valid.
         with suppress(RuntimeError, RendezvousError):
@@ -164,7 +164,7 @@ class NodeAgent:
         return True
 
     def _must_meet_again(self, handler: RendezvousHandler) -> bool:
-        """Return whether other nodes wait for the next rendezvous; the launcher then stops the workers."""
+        """Return whether other nodes are waiting for the next rendezvous; if so, the launcher stops the workers."""
         if handler.num_nodes_waiting() == 0:
             return False
         self._heartbeats.refresh()
@@ -176,7 +176,8 @@ class NodeAgent:
 
     def _start_workers(self, world: RendezvousInfo, store: Store) -> None:
         """Exchange addresses with the other nodes, and ask the launcher to start the workers."""
-        self._heartbeats.refresh()  # the other nodes' failures; nodes reset these once all have written their address
+        # Once all nodes have written their addresses, they reset their failures, so read the failures now.
+        self._heartbeats.refresh()
         nodes = self._exchange_nodes(world)
         this_node = nodes[world.rank]
         self._heartbeats.enter_world(nodes)
@@ -186,7 +187,7 @@ class NodeAgent:
             self._workers_store = None
         if this_node.node_rank == 0:
             self._workers_store = StoreHost(this_node.address, None)
-            self._workers_store.start()  # first, so that a failure leaves nothing started
+            self._workers_store.start()  # first, so that nothing has been started if this fails
             num_starts = store.add(f"{self._config.rendezvous.run_id}/starts", 1)
             world.store.set("nblaunch/start", f"{self._workers_store.port} {num_starts - 1}")
         port, restart_count = (int(part) for part in world.store.get("nblaunch/start").split())
@@ -288,8 +289,8 @@ def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: Heartbe
         first = "node 0 is missing" if rendezvous.backend == "static" else "the node that hosts it is missing"
         return (
             f"node {rendezvous.node_rank} can't reach the rendezvous at {rendezvous.endpoint} "
-            f"({rendezvous.timeout_s:g} s): {first}. Check that it is launched, that this is its address, and that no "
-            f"firewall blocks the port. ({_first_line(error)})"
+            f"({rendezvous.timeout_s:g} s): {first}. Check that it has been launched, that this is its address, and "
+            f"that no firewall blocks the port. ({_first_line(error)})"
         )
     return f"the rendezvous at {rendezvous.endpoint} ended ({_first_line(error)})"
 

@@ -9,7 +9,7 @@ A thread of the agent publishes and reads twice a second, or immediately if a ch
 whatever the number of nodes. It reads all pulses (a few bytes each) to see which nodes are alive. It reads only the
 heartbeats that have a new version, plus two others in rotation, so that traffic grows with the number of nodes rather
 than with its square. Heartbeats of nodes that have ended stay in the store, but their count no longer rises. Values are
-plain data (``wire/schema.py``); the agent ignores values that other processes have written.
+plain data (``wire/schema.py``); the agent ignores values that were not written by a node of this job.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class HeartbeatExchange:
             self._own = replace(self._own, restart_count=restart_count, summary=Summary(-1, 0.0))
 
     def update_summary(self, summary: Summary) -> None:
-        """Set the state of this node's workers for the following heartbeats."""
+        """Set the state of this node's workers for subsequent heartbeats."""
         with self._changed:
             self._own = replace(self._own, summary=summary)
             self._changed.notify_all()
@@ -265,7 +265,7 @@ class HeartbeatExchange:
             self._changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
 
     def wait_for_final(self) -> None:
-        """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes of the world.
+        """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes in the world.
 
         The final tables show the last losses and readings that these heartbeats contain.
         """
@@ -289,7 +289,8 @@ class HeartbeatExchange:
         if self._is_store_lost or not self._others:
             return True
         if self._rendezvous.listen_fd < 0:
-            # This node's second heartbeat acknowledges the last heartbeat of the node that hosts the store.
+            # The heartbeat after this node's first final one acknowledges the last heartbeat of the node that hosts the
+            # store.
             return self._published > count
         return self._published >= count and all(self._has_received(other, count) for other in self._others)
 

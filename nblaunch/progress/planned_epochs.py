@@ -5,11 +5,11 @@
             for epoch in range(num_epochs):
                 for batch in loader:             # read here, at the beginning of each epoch
 
-Python does not expose the iterator of a running loop. The loops are therefore found in the source of the user's
-frames, and their iterables are evaluated from the variables in these frames: numbers, names, attributes, ``range``,
-``len``, and progress bars such as tqdm around them. None of the user's code runs. The number is unknown if a loop
-can't be analysed with certainty: a ``while`` loop, a loop over an iterator, a counter that the body changes, or
-another training loop that follows.
+Python does not expose the iterator of a running loop. The loops are therefore found in the source of the user's frames,
+and their iterables are evaluated from the variables in these frames. An iterable may contain numbers, names,
+attributes, ``range`` and ``len``, and may be wrapped in a progress bar such as tqdm. None of the user's code runs. The
+number is unknown if a loop can't be analysed with certainty: a ``while`` loop, a loop over an iterator, a counter that
+the body changes, or another training loop that follows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _loops_around(frame: FrameType | None, is_inside: bool) -> Iterator[tuple[as
     """Yield the loops around the iteration that is beginning, innermost first, each with its frame.
 
     Raises:
-        _UnknownError: the iteration is in a loop or library without a known length.
+        _UnknownError: the iteration is in a loop whose length is unknown, or in a library that may have such a loop.
     """
     is_first = True
     while frame is not None:
@@ -122,7 +122,8 @@ def _begins_function(frame: FrameType) -> bool:
 
 
 def _loops_in(frame: FrameType, *, ignores_later: bool) -> Sequence[ast.For]:
-    """Return the loops of a frame's function around its current line, innermost first.
+    """Return the loops that enclose the current line of a frame, innermost first; only loops in the frame's own
+    function count.
 
     Args:
         frame: frame of the user's code.
@@ -295,7 +296,9 @@ def _items(node: ast.expr, frame: FrameType) -> tuple[Sequence[Any], bool]:
 
 
 def _is_standard(node: ast.expr, frame: FrameType) -> bool:
-    """Return whether a name such as ``range`` refers to Python's own function here, or to a library's progress bar."""
+    """Return whether a name such as ``range`` refers here to either Python's own function or a library's progress
+    bar.
+    """
     if isinstance(node, ast.Attribute):
         return True
     value = _value(node, frame)

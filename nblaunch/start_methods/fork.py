@@ -1,6 +1,7 @@
 """Workers forked from this process, which inherit the function, its closure and the model without copying.
 
-kernel ── prepare the device family, pause OpenMP pools, open this memory for comparing weights, freeze the heap,
+kernel ── prepare the device family, pause OpenMP pools, open this process's memory so that workers can compare weights
+with it, freeze the heap,
        │   hold back signals, let other threads finish their work and release their locks
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
@@ -98,8 +99,9 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
 
 
 _PATIENCE_S = 0.4
-"""How long a thread may work while another one waits for the interpreter: longer than work under a lock takes, and
-longer than the forks take, even on a busy machine. A thread that computes forever delays the forks by this long.
+"""How long a thread may run while another one waits for the interpreter: long enough to finish work that holds a lock,
+and longer than the forks take, even on a busy machine. A thread that computes forever delays the forks by this amount
+of time.
 """
 
 _PAUSE_S = 1e-4
@@ -110,10 +112,11 @@ _PAUSE_S = 1e-4
 def _other_threads_finishing() -> Iterator[Callable[[], None]]:
     """Let each Python thread run until it waits, rather than for at most 5 ms (Python's switch interval).
 
-    A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
-    draws a progress bar ten times a second holds a lock while it draws. With the usual interval, Python would switch to
-    this thread while the lock is held, and the fork would copy the locked lock. The block must run for a few
-    milliseconds before it forks: threads that are already waiting for the interpreter still use the previous interval.
+    A worker gets a copy of each lock. The copy stays locked forever if another thread holds the lock at the time of the
+    fork. A thread that draws a progress bar ten times a second holds a lock while it draws. With the usual interval,
+    Python would switch to this thread while the lock is held, and the fork would copy the locked lock. The block must
+    run for a few milliseconds before it forks: threads that are already waiting for the interpreter still use the
+    previous interval.
 
     Yields:
         A function that restores the interval in a forked process.
@@ -192,8 +195,8 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
 
 def _start_error(error: OSError, started: int, wanted: int) -> str:
     return (
-        f"the system could not start worker {started} of {wanted} (fork: {error.strerror}), so the {started} "
-        "running workers were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
+        f"the system could not start worker {started} of {wanted} (fork: {error.strerror}), so the workers "
+        "that were running ({started}) were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
         "container) and free memory, or use fewer processes."
     )
 

@@ -1,9 +1,9 @@
 """Gradient accumulation: :class:`AccumulationState` decides when gradients are synchronised and optimizers step.
 
 Every Accelerator has its own. It counts micro-steps, and asks the process's stack of loaders (:class:`LoaderStack`)
-which loader is being read. It neither touches gradients nor communicates. ``gradients.py`` and prepared
-optimizers apply its decisions (the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as the divisor
-of losses).
+which loader is being read. It neither touches gradients nor communicates. ``gradients.py`` and prepared optimizers
+apply its decisions: for example, they enter the strategy's ``no_sync`` at the start of a micro-step, and divide losses
+by ``num_steps``.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
@@ -77,7 +77,9 @@ class LoaderStack:
                 return
 
     def forget_earlier_commands(self) -> None:
-        """Forget loaders of earlier cells that a traceback or a variable keeps alive in the middle of an epoch."""
+        """Forget loaders that earlier cells left in the middle of an epoch, and that a traceback or a variable keeps
+        alive.
+        """
         now = _current_command()
         self.entries = [entry for entry in self.entries if entry.command == now]
 
@@ -109,7 +111,7 @@ class LoaderStack:
         return [loader for loader in self.entered() if self._is_in_turns(loader)]
 
     def _is_in_turns(self, loader: Any) -> bool:
-        """Return whether ``loader`` was read from since the loop over the active loader began."""
+        """Return whether ``loader`` has been read since the loop over the active loader began."""
         return _num_read(loader) > self.entries[-1].num_read.get(id(loader), _num_read(loader))
 
     def entered(self) -> list[Any]:
@@ -193,7 +195,7 @@ class AccumulationState:
 
     @property
     def step(self) -> int:
-        """Micro-steps of the current window since a loader last ended. Setting it applies to all windows."""
+        """Micro-steps of the current window since a loader last ended. An assignment sets it for all windows."""
         return self.current.step
 
     @step.setter
@@ -303,7 +305,7 @@ class AccumulationState:
             names = " and ".join(_named(window.modules) for window in windows)
             raise RuntimeError(
                 f"an optimizer has parameters of models that are accumulated separately, by {names}, and their "
-                "windows end at different micro-steps. Pass all models of the optimizer to one block, "
+                "windows end at different micro-steps. Pass all of the optimizer's models to one block, "
                 "accelerator.accumulate(first, second), or give each model its own optimizer"
             )
         return windows[0] if windows and self.current not in windows else self.current
@@ -372,7 +374,7 @@ def _changed(window: Window, modules: Sequence[torch.nn.Module]) -> str:
     return (
         f"{_named(modules)} was entered in the middle of the window of {_named(window.modules)}, after "
         f"{window.size} micro-steps. Gradients of a model that is passed to only one of the two would not be averaged "
-        "over ranks. Pass the same models until accelerator.sync_gradients is True, which ends the window"
+        "over ranks. Keep passing the same models until accelerator.sync_gradients is True, which ends the window"
     )
 
 

@@ -35,7 +35,8 @@ from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
 from nblaunch.weights import give_own_memory
 
-# DDP's constructor and the first step of an optimizer import the compiler; sympy takes a quarter of that time.
+# DDP's constructor and an optimizer's first step import torch's compiler; sympy accounts for a quarter of the import
+# time.
 early_imports.plan(*early_imports.COMPILER)
 
 P = TypeVar("P")
@@ -175,7 +176,9 @@ class Preparer:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return a prepared scheduler. It steps with its optimizer or, if that is not prepared, with all that are."""
+        """Return a prepared scheduler. It steps with its optimizer or, if that optimizer is not prepared, with all
+        prepared optimizers.
+        """
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
@@ -223,11 +226,11 @@ class Preparer:
 
 
 def _kept(prepared: P, among: list[P], original: str) -> P:
-    """Append ``prepared`` to the list ``among`` unless the list has it, and return it.
+    """Append ``prepared`` to the list ``among`` if it is not there yet, and return it.
 
     Raises:
-        ValueError: the object was prepared elsewhere, such as a loader for the notebook's only process. It has the
-            other process's share of the data, accumulation windows and schedule.
+        ValueError: the object was prepared elsewhere, for example a loader that was prepared for the notebook's single
+            process. It has the other process's share of the data, accumulation windows and schedule.
     """
     here = current_topology().world_size
     there = vars(prepared).setdefault("_size_of_job", here)
@@ -254,7 +257,7 @@ def _check_no_device_loader(objects: Sequence[Any]) -> None:
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
         raise ValueError(
-            "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it "
+            "prepare can't divide the data of torch_xla's MpDeviceLoader among ranks. Pass the DataLoader that it "
             "wraps instead; the prepared loader also moves batches to the device"
         )
 

@@ -121,7 +121,7 @@ class View:
             self._live().attributes.setdefault(type(self), {})[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # the view must show the process that runs a call, not the one that unpickled it
+        return {}  # the view must show the state of the process that uses it, not of the one that unpickled it
 
 
 def reset_message(cls: type[View]) -> str:
@@ -264,7 +264,7 @@ class AcceleratorState(View, ProcessMethods):
         plugins = self._live().plugin
         if not isinstance(plugins, DeepSpeedPlugins):
             raise ValueError(
-                "this process has no DeepSpeed plugins; give the Accelerator deepspeed_plugins={name: ...}"
+                "this process has no DeepSpeed plugins; pass deepspeed_plugins={name: ...} to the Accelerator"
             )
         return plugins
 
@@ -344,7 +344,7 @@ class GradientState(View):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether to silence torch's warning about the order of scheduler and optimizer inside a window."""
+        """Whether to silence torch's warning about the order of scheduler and optimizer steps inside a window."""
         return self._accumulation.plugin.adjust_scheduler
 
     @property

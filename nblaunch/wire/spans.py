@@ -1,4 +1,4 @@
-"""Records each rank's time as spans, in a ring of shared memory and in a file of the job's folder.
+"""Records how each rank spends its time as spans, in a ring of shared memory and in a file in the job's folder.
 
     rank 0  SpanWriter ──> ring ┐
     rank 1  SpanWriter ──> ring ├── SpanReader, 10 times a second ──> blocks of a file ──> read_blocks ──> a timeline
@@ -7,7 +7,7 @@
 A span is written when it ends, in a fraction of a microsecond and without a system call. Its serial number is written
 last, so that a reader recognises complete spans. All spans of a rank come from its main thread, and are either nested
 or disjoint: a backward pass may contain a garbage collection, and an evaluation may contain many waits for data. Times
-come from the monotonic clock, which all processes of a machine share.
+come from the monotonic clock, which all processes on a machine share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START = struct.Struct("<hhf")
 _pack = struct.Struct("@8s2dq").pack_into  # the same entry; the bytes are its start
 SPAN_BYTES = _ENTRY.size
 REGION_BYTES = NUM_SPANS * SPAN_BYTES
-"""Memory of a rank; the system provides only pages that are written to."""
+"""Size of a rank's region; the system allocates only the pages that are written to."""
 
 _WORDS_PER_SPAN = SPAN_BYTES // 8
 _BLOCK = struct.Struct("<4sii")  # before the spans of one rank in a file: mark, rank, number of spans
@@ -38,7 +38,9 @@ class SpanKind(enum.IntEnum):
     """The activity of a rank. Values are stored in files."""
 
     DATA = 1
-    """Wait for a batch. Detail: worker processes of the loader; value: elements of the batch, 0 if unknown."""
+    """Wait for a batch. Detail: number of worker processes of the loader; value: number of elements in the batch, 0 if
+    unknown.
+    """
     BACKWARD = 2
     """Backward pass, including waits for other ranks."""
     OPTIMIZER = 3
@@ -70,7 +72,8 @@ def start_of(kind: SpanKind, detail: int = 0, value: float = 0.0) -> bytes:
 
 
 class SpanWriter:
-    """The writer's side of a rank's region, for the thread that creates it; spans of other threads would overlap.
+    """The writer's side of a rank's region, for use only by the thread that creates the writer; spans of other threads
+    would overlap.
 
     Args:
         memory: :data:`REGION_BYTES` bytes of the board.
@@ -102,7 +105,7 @@ class SpanWriter:
         self.write(start_of(kind, detail, value), began_s, ended_s)
 
     def write(self, start: bytes, began_s: float, ended_s: float) -> None:
-        """Record a span that has just ended, in code that runs at every step.
+        """Record a span that has just ended; use this in code that runs at every step.
 
         Args:
             start: output of :func:`start_of`, made once.
@@ -172,15 +175,15 @@ def unpack(data: bytes) -> Iterator[Span]:
 
 
 def to_blocks(spans: Mapping[int, bytes]) -> bytes:
-    """Return a block for a file with the new spans of some ranks (rank -> output of :meth:`SpanReader.read`)."""
+    """Return the new spans of some ranks (rank -> output of :meth:`SpanReader.read`) as blocks for a file."""
     return b"".join(
         _BLOCK.pack(_MARK, rank, len(data) // SPAN_BYTES) + data for rank, data in spans.items() if data
     )
 
 
 def read_blocks(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the ranks and spans of a file's blocks; stop at an incomplete block, which may be in the middle of a
-    write.
+    """Yield the rank and spans of each block in a file; stop at an incomplete block, which may still be being
+    written.
     """
     while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
         mark, rank, number = _BLOCK.unpack(head)

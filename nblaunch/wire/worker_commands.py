@@ -63,7 +63,8 @@ class CommandConnection:
 
         Raises:
             OSError: the other process is gone.
-            Exception: it contains an object of a user's class that can't be made plain; nothing is sent.
+            Exception: the message contains an object of a user's class that can't be converted to plain types; nothing
+                is sent.
         """
         data = dump_plain(message)
         rest = memoryview(_HEADER.pack(len(data)) + data)
@@ -140,7 +141,8 @@ class SessionCommand:
     Args:
         number: number of this command, which its events repeat; 0 = nothing waits for them.
         group: number of the process group that the rank must be in, counted from 1; 0 = the current one.
-        has_breakpoints: ``breakpoint()`` opens pdb in the worker, and the user types into the kernel; False = skip it.
+        has_breakpoints: whether ``breakpoint()`` opens pdb in the worker, with the user's input coming from the kernel;
+            False = skip it.
     """
 
     number: int = 0
@@ -156,7 +158,7 @@ class Execute(SessionCommand):
         code: Python with IPython's extensions, if the rank has IPython.
         filename: its file name in tracebacks.
         first_line: number of its first line in ``source``.
-        source: for tracebacks; empty = ``code``.
+        source: source text for tracebacks; empty = ``code``.
         shows_value: whether to display the value of the last expression; False = return it.
     """
 
@@ -203,7 +205,8 @@ class Close(SessionCommand):
     """Request to end the worker."""
 
 
-# --- to the debugger in a worker, which is served while the function, or a command of a session, runs ----------------
+# --- to the debugger in a worker, which handles commands while the function, or a command of a session, runs
+# ----------------
 
 
 @dataclass(frozen=True)

@@ -210,10 +210,10 @@ def _describe_bare(names: Sequence[str]) -> str:
 
 
 def replacements(args: Sequence[Any], modules: Mapping[ArgPath, Any]) -> dict[ArgPath, Any]:
-    """Return the modules in ``args`` that have taken the places of ``modules``, by path.
+    """Return the modules in ``args`` that have replaced ``modules``, by path.
 
-    The ``fit`` of many libraries puts a new module into an object at every call. If it has the class and the shapes of
-    the module that was there before, the kernel's module gets its weights.
+    In many libraries, each call to ``fit`` puts a new module into an object. If the new module has the same class and
+    shapes as the previous one, the kernel's module gets its weights.
     """
     if not any(isinstance(path, str) for path in modules):
         return {}

@@ -1,11 +1,11 @@
-"""Output of a worker: printed text goes to the log file, IPython displays go to the launcher's cell.
+"""Output of a worker: printed text goes to the log file, and IPython displays go to the launcher's cell.
 
 Output is captured at the descriptor level, and the launcher reads the file as it grows. With a file instead
 of a pipe, a busy or absent notebook never makes a worker wait, and output survives a crash of the worker or
 the kernel.
 
-A forked worker has the kernel's IPython shell. A fresh worker of a kernel gets its own small shell, because
-``display`` and matplotlib's inline backend need one.
+A forked worker has the kernel's IPython shell. A worker that a kernel starts in a fresh process gets its own small
+shell, because ``display`` and matplotlib's inline backend need one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ValueError:  # macOS uses another name
 
 
 class _Output(io.RawIOBase):
-    """A raw stream on a descriptor that drops output when the disk is full instead of ending training.
+    """A raw stream on a descriptor. When the disk is full, it drops output instead of ending training.
 
     Bars go to one stream and lines to the other, but both end up in one file. A line that follows an unfinished bar
     starts with a carriage return, so that it replaces the bar instead of continuing it.
@@ -215,7 +215,7 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
         )
 
     def write_payload(payload: dict[str, Any], single: bool = True) -> None:
-        """Show the pager's contents, such as the help of ``name?``."""
+        """Show the pager's contents, such as the help that ``name?`` displays."""
         if payload.get("source") == "page":
             publish(payload["data"])
 
@@ -242,7 +242,7 @@ def ensure_shell() -> None:
         config = Config()
         config.HistoryManager.enabled = False
         shell: Any = InteractiveShell.instance(config=config)
-        # IPython leaves this method to its own programs, and "%matplotlib inline" calls it.
+        # IPython implements this method only in its own programs, but "%matplotlib inline" calls it.
         shell.enable_gui = lambda gui=None: None
 
 

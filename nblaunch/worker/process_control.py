@@ -39,9 +39,9 @@ _BEGIN_S = 0.05
 class FunctionBounds:
     """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
-    An exception raised after the function has returned would lose the function's value. An interrupt that arrives
-    outside the function is therefore held and sent again a moment later, once the function has begun or its block is
-    over.
+    If an exception were raised after the function has returned, the function's value would be lost. An interrupt that
+    arrives outside the function is therefore held and sent again a moment later, once the function has begun or its
+    block is over.
 
     Args:
         caller: code that calls the function.
@@ -94,7 +94,8 @@ class Interrupts:
 
     Args:
         slot: slot of the worker.
-        bounds: where the user's function begins and ends, because an interrupt must not lose its return value.
+        bounds: where the user's function begins and ends, because an interrupt must not cause the function's return
+            value to be lost.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
@@ -227,7 +228,7 @@ def ending_with(fd: int) -> Iterator[None]:
 
 
 def prefer_for_oom_kill() -> None:
-    """Have the system kill a worker when memory runs out, rather than the kernel with all the user's data.
+    """When memory runs out, have the system kill a worker rather than the kernel, which holds all the user's data.
 
     A process may raise its own score without privileges. Source: proc_pid_oom_score_adj(5).
     """

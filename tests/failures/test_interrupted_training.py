@@ -204,7 +204,7 @@ model = Net()
 """
     )
     cell = shared.run("notebook_launcher(train_stuck, (model,), num_processes=2)", raises="KeyboardInterrupt")
-    assert "rank 0 was interrupted in optimizer step 1, which did not end in time" in shown(cell)
+    assert "rank 0 was interrupted during optimizer step 1, which did not finish in time" in shown(cell)
     assert value_of(shared, "weights()") == [0.0]
     assert_as_before(shared)
 

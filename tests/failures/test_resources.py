@@ -193,7 +193,7 @@ finally:
 """,
         raises="LaunchError",
     )
-    problem, others = "Resource temporarily unavailable", "the 2 running workers were stopped"
+    problem, others = "Resource temporarily unavailable", "the workers that were running (2) were stopped"
     for text in ("worker 2 of 4", problem, others, "ulimit -u"):
         assert text in cell.raised.value
     assert len(cell.raised.lines) <= 25

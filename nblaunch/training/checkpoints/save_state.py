@@ -132,8 +132,8 @@ class Saver:
             warn(
                 f"save_state was called {who}: the other ranks have entered another collective or ended. Their "
                 "random states, and states of registered objects that differ from rank 0's, are not in the "
-                "checkpoint. To be able to continue exactly, call save_state on all ranks; or pass "
-                "main_process_only=True"
+                "checkpoint. To be able to continue exactly, call save_state on all ranks. To save only what the main "
+                "process has, pass main_process_only=True"
             )
 
     def _open(self, target: Path) -> Staging:
@@ -288,10 +288,10 @@ class Saver:
         if window is not None:
             where = f"micro-step {window.size} of {accumulation.num_steps}"
             if window.modules:
-                where += f", of the {', '.join(type(model).__name__ for model in window.modules)}"
+                where += f" for {', '.join(type(model).__name__ for model in window.modules)}"
             warn(
                 f"save_state was called during gradient accumulation ({where}): accumulated gradients are not saved. "
-                "Save where accelerator.sync_gradients is True to continue training exactly."
+                "To be able to resume training exactly where it stopped, save when accelerator.sync_gradients is True."
             )
 
 

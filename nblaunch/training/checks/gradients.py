@@ -47,7 +47,7 @@ class _LastStep:
         self.is_cleared = self.is_cleared or not all(
             _has_gradient(parameter) for parameter, *_ in self.sample
         )
-        if not self.is_added_to:  # a loop may scale gradients down in place of clearing them
+        if not self.is_added_to:  # a loop may scale gradients down instead of clearing them
             self.is_cleared = self.is_cleared or any(
                 not torch.equal(_first_elements(parameter), elements)
                 for parameter, _, elements in self.sample
@@ -133,7 +133,7 @@ class ForeignParameters(Check):
         without = [parameter for parameter in parameters if parameter.grad is None]
         is_empty = len(without) == len(parameters)
         self._is_any_trained = self._is_any_trained or not is_empty
-        # The layers of one optimizer may be frozen for a while, while another one trains.
+        # One optimizer's layers may be frozen for a time while another optimizer's layers are trained.
         is_frozen = self._is_any_trained and not any(parameter.requires_grad for parameter in parameters)
         if self._empty.add(optimizer, is_empty and not is_frozen) == _NUM_EMPTY:
             self.report(
@@ -152,7 +152,9 @@ class ForeignParameters(Check):
     def _left_out(
         self, prepared: Prepared, optimizer: torch.optim.Optimizer, without: Sequence[torch.nn.Parameter]
     ) -> list[str]:
-        """Return the names of parameters with unused gradients, if the optimizer steps others in their place."""
+        """Return the names of parameters whose gradients no optimizer uses, if the optimizer has other parameters in
+        their place.
+        """
         named = {
             id(parameter): (name, parameter)
             for model in map(bare_module, prepared.models)

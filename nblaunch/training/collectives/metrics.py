@@ -1,10 +1,11 @@
-"""``gather_for_metrics``: gathers what ranks computed for their batches, each sample of the dataset once.
+"""``gather_for_metrics``: gathers what the ranks computed for their batches, and includes each sample of the dataset
+exactly once.
 
     rank 0    {"scores": rows 0 1, "texts": ["a", "b"]}  ┐
     rank 1    {"scores": rows 2 0, "texts": ["c", "a"]}  ┴─> {"scores": rows 0 1 2, "texts": ["a", "b", "c"]}
 
 Loaders complete the last batch of an epoch with samples from the epoch's start. Real samples come first in the gathered
-rows, so the added samples are cut off at the end. The number of an item's rows decides whether it is cut:
+rows, so the added samples are cut off at the end. Whether an item is cut depends on how many rows it has:
 
     as many rows as the completed batch has samples   one row per sample; cut
     one row per rank                                  a value of the rank's batch, such as a loss; all rows are kept
@@ -12,10 +13,10 @@ rows, so the added samples are cut off at the end. The number of an item's rows 
 
 Tensors are gathered as tensors. Other objects, in addition to or instead of tensors, are pickled:
 
-    a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
+    a sequence of objects, a list of dicts            one item per sample; becomes one list with the items of all ranks
     a NumPy array with dimensions                     rows, as in a tensor; inside a structure, it stays an array. In
-                                                      a list with nothing else, arrays are objects
-    another object, such as a number or a text        a value of the rank; becomes a list with one item per rank
+                                                      a list that contains only arrays, each array is an object
+    another object, such as a number or a string      a value of the rank; becomes a list with one item per rank
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def _items_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
 
 
 def _is_iterable_leaf(data: Any) -> bool:
-    """Return whether ``data`` is iterable but not a container: a tensor, an array or a set, for example."""
+    """Return whether ``data`` is an iterable leaf rather than a nested container. Tensors, arrays and sets are such
+    leaves.
+    """
     if isinstance(data, torch.Tensor):
         return bool(data.ndim)
     is_leaf = nested.children(data) is None and not isinstance(data, (str, bytes, bytearray))
@@ -216,7 +219,7 @@ def _joined(arrays: Sequence[Any]) -> Any:
     except ValueError as error:
         raise DistributedOperationException(
             f"gather_for_metrics can't join the ranks' arrays, whose shapes are {[array.shape for array in arrays]}: "
-            f"{error}. Pass lists if their rows differ in shape"
+            f"{error}. If the arrays' rows differ in shape, pass lists instead"
         ) from error
 
 
@@ -229,8 +232,8 @@ class _Tail:
 
     Args:
         samples: number of real samples.
-        completed: number of samples including padding. A single process adds no padding; there, it is the
-            number of rows in a full batch. 0: unknown.
+        completed: number of samples including padding. In a single process, which adds no padding, the number of rows
+            in a full batch. 0: unknown.
         num_ranks: number of ranks with different data.
         is_short: whether the batch stayed short, because no samples were added.
     """
@@ -301,7 +304,7 @@ class _Tail:
                 raise self._unclear(f"{formatting.kind(value)} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
-        """Return whether ``length`` rows are one row per sample; raise ValueError if this is unclear."""
+        """Return whether an item with ``length`` rows has one row per sample; raise ValueError if this is unclear."""
         if length == self.completed or not self.completed:
             return True
         if self.is_short or length == self.num_ranks:
@@ -309,13 +312,13 @@ class _Tail:
         raise self._unclear(what)
 
     def _unclear(self, what: str) -> ValueError:
-        added = f"was completed to {self.completed}" if not self.is_short else "is not full"
+        added = f"was padded to {self.completed}" if not self.is_short else "is not full"
         return ValueError(
             f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
             f"ranks has {self.samples} samples and {added}. It can drop added samples from tensors with one row per "
-            "sample, also in tuples and dicts, and from lists with one item per sample (for a list of tensors or of "
-            "dicts of tensors, set use_gather_object=True). Pass one of these, or use accelerator.gather, which "
-            "drops nothing, and drop the rows of the added samples yourself"
+            "sample, including tensors in tuples and dicts, and from lists with one item per sample (for a list of "
+            "tensors or of dicts of tensors, set use_gather_object=True). Pass one of these, or use "
+            "accelerator.gather, which drops nothing, and drop the rows of the added samples yourself"
         )
 
 

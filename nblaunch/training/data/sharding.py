@@ -9,8 +9,8 @@ here. ``loader.py`` moves the data and synchronises the order.
 
 An :class:`EpochPosition` counts the samples that were read, so any number of ranks can continue from it:
 
-    2 ranks, batches of 3     0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10 11 ──> saved      12 samples of the order were seen
-    3 ranks, batches of 2                                        12 13 │ 14 15 │ 16 17 │ ...
+    2 ranks, batches of 3     0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10 11 ──> saved      12 samples have been read 3 ranks, batches
+    of 2                                        12 13 │ 14 15 │ 16 17 │ ...
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class BatchSamplerShard(BatchSampler):
         return self._take_own(self._rounds())
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Yield lists of this rank's batches, whose indices come from ``sampler``: the batches of :meth:`_take_own`.
+        """Yield lists of this rank's batches, with indices from ``sampler``. These are the same batches that
+        :meth:`_take_own` yields.
 
         If the sampler draws a permutation, the first list holds the batches of all complete rounds.
         """
@@ -169,7 +170,9 @@ class BatchSamplerShard(BatchSampler):
             yield batches[self.process_index : self.process_index + 1]
 
     def _rounds(self) -> Iterator[list[list[int]]]:
-        """Yield the batches of all ranks, round by round: P batches, or the parts of one. The last may lack some."""
+        """Yield the batches of all ranks, round by round: P batches, or the parts of one. The last round may have fewer
+        of them.
+        """
         batches, size = iter(self.batch_sampler), self.num_processes
         if not self.split_batches:
             while batch_round := list(islice(batches, size)):

@@ -1,7 +1,7 @@
 """The default strategies: every rank holds the whole model.
 
-A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch may choose
-another strategy (``Accelerator._choose_strategy``).
+Another strategy is used if a plugin, a ``parallelism_config``, an earlier Accelerator in the process or the launch
+settings call for one (``Accelerator._choose_strategy``).
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   the backend averages gradients when the optimizer steps, without a wrapper
@@ -301,7 +301,9 @@ def _own(prepared: Any) -> Any:
 
 
 class ReplicatedPlugin(StrategyPlugin):
-    """Builds the strategy for replicas: a single process, DistributedDataParallel, or averaging at the step."""
+    """Builds the strategy for replicas: a single process, DistributedDataParallel, or averaging gradients in the
+    optimizer step.
+    """
 
     def __init__(self, handlers: Mapping[type, Any]) -> None:
         self._handlers = handlers
