@@ -124,6 +124,8 @@ TABLE = {
         Variable("TERM", _TEXT, "", 'kind of terminal; "dumb" turns colours off'),
         Variable("NO_COLOR", _TEXT, "", "any value turns colours off"),
         Variable("FORCE_COLOR", _TEXT, "", "any value turns colours on, even outside a terminal"),
+        Variable("HF_HOME", _TEXT, "", "Hugging Face's folder; default: huggingface in XDG_CACHE_HOME"),
+        Variable("XDG_CACHE_HOME", _TEXT, "", "folder of caches; default: ~/.cache"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
         Variable("XDG_STATE_HOME", _TEXT, "", "folder of detached jobs, in nblaunch/jobs; default: ~/.local/state"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),

@@ -313,9 +313,8 @@ def launch(
     from nblaunch.config.settings import SETTINGS, UNUSED, instead_of
 
     with HiddenLauncherFrames():
-        settings = {name: value for name, value in settings.items() if name not in UNUSED}
         for name in settings:
-            if name not in SETTINGS:
+            if name not in SETTINGS and name not in UNUSED:
                 raise TypeError(f"launch() got an unexpected keyword argument {name!r}{instead_of(name)}")
         resolved = resolved_settings(config_file, settings)
         spec = spec_of(resolved, function, args, return_all=return_all, sync_weights=sync_weights)

@@ -225,7 +225,7 @@ class FlagOrName(Converter):
         try:
             return Flag().convert(value)
         except ValueError:
-            if isinstance(value, str) and value.strip().replace("_", "").isalpha():
+            if isinstance(value, str) and value.strip().isidentifier():
                 return value.strip().upper()
             raise ValueError("must be true, false or a name such as FULL_SHARD") from None
 

@@ -226,6 +226,7 @@ class LaunchSpec:
         nodes: engine that keeps its nodes between launches, a ``KeptEngine``; None = a new one.
         accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
+        notes: sentences about the settings that the user sees when the job starts.
 
     Raises:
         TypeError: an argument has the wrong type, or ``args`` do not fit the function.
@@ -335,6 +336,7 @@ class LaunchSpec:
     is_detached: bool = False
     nodes: Any = None
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""

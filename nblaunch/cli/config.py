@@ -99,7 +99,10 @@ def write_basic_config(
 
 def _update(path: Path) -> int:
     """Rewrite a file with the same settings; replace names from older versions and from Accelerate."""
-    return _write(path, files.read(path).values)
+    layer = files.read(path)
+    for note in layer.notes:
+        print(note)
+    return _write(path, layer.values)
 
 
 def _write_default(path: Path, mixed_precision: str | None) -> int:

@@ -185,13 +185,14 @@ def _launch(plan: LaunchPlan) -> dict[str, str]:
 
 def _config() -> tuple[dict[str, str], list[str]]:
     """Return the configuration file of `nblaunch launch` with its settings, and the problem if the file is invalid."""
-    path = files.default_path()
+    path = str(files.default_path())
     try:
         layers = files.find_layers(None)
     except ConfigError as error:
-        return {"file": str(path)}, [f"the settings of `nblaunch launch` can't be used: {error}"]
+        return {"file": path}, [f"the settings of `nblaunch launch` can't be used: {error}"]
     settings = {name: str(value) for layer in layers for name, value in layer.values.items()}
-    return {"file": str(path) if layers else f"none ({path} does not exist)", **settings}, []
+    file = layers[0].source.removeprefix("file ") if layers else f"none ({path} does not exist)"
+    return {"file": file, **settings}, []
 
 
 def _variables() -> dict[str, str]:

@@ -32,6 +32,7 @@ from nblaunch.config.settings import (
     Layer,
     Resolved,
     convert,
+    notes_on_unused,
     resolve,
     unknown,
     unsupported_reason,
@@ -116,7 +117,8 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
         if setting in values and values[setting] != value:
             raise UsageError(f"{sources[setting]} and --{name} contradict each other; pass only one of them")
         values[setting], sources[setting] = value, f"--{name}"
-    return Layer(COMMAND_LINE, values)
+    unused = {name: getattr(arguments, name) for name in _UNUSED_OPTIONS}
+    return Layer(COMMAND_LINE, values, notes_on_unused(unused, COMMAND_LINE))
 
 
 def explain_unknown(options: Iterable[str]) -> str:

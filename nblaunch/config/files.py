@@ -14,6 +14,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from nblaunch.config.settings import (
     ConfigError,
     Layer,
     convert,
+    is_off,
     named,
+    notes_on_unused,
     shown,
     unknown,
     unsupported_reason,
@@ -69,8 +72,21 @@ def default_path() -> Path:
     return (folder if folder.is_absolute() else Path.home() / ".config") / "nblaunch" / "default.yaml"
 
 
+def accelerate_path() -> Path:
+    """Return the path of the file that ``accelerate config`` writes and ``accelerate launch`` reads by default.
+
+    Source: accelerate 1.15, ``commands/config/config_args.py``.
+    """
+    cache = Path(env.read("XDG_CACHE_HOME") or "~/.cache")
+    home = env.read("HF_HOME") or cache / "huggingface"
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
 def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
-    """Read ``config_file``, or the default file if it is None; return no layers if the default file does not exist.
+    """Read ``config_file``, or the default file if it is None.
+
+    If the default file does not exist, and ``NBLAUNCH_CONFIG_FILE`` names no other, Accelerate's default file is read.
+    If this does not exist either, no layers are returned.
 
     Raises:
         ConfigError: ``config_file`` is missing, or the file is invalid.
@@ -78,7 +94,27 @@ def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
     if config_file is not None:
         return [read(Path(config_file).expanduser())]
     path = default_path()
-    return [read(path)] if path.is_file() else []
+    if path.is_file():
+        return [read(path)]
+    if env.read("NBLAUNCH_CONFIG_FILE") or not accelerate_path().is_file():
+        return []
+    return [_read_of_accelerate(accelerate_path())]
+
+
+def _read_of_accelerate(path: Path) -> Layer:
+    """Read Accelerate's default file, which the user has not named; say so.
+
+    Raises:
+        ConfigError: nblaunch can't use the file.
+    """
+    advice = "`nblaunch config` writes a file for nblaunch, which then replaces it"
+    try:
+        layer = read(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (this is the default file of `accelerate launch`; {advice})") from None
+    return replace(
+        layer, notes=(f"settings come from {path}, the default file of `accelerate launch`", *layer.notes)
+    )
 
 
 def read(path: Path) -> Layer:
@@ -96,7 +132,8 @@ def read(path: Path) -> Layer:
         values = {name: convert(name, value) for name, value in settings.items() if not _is_null(value)}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Layer(f"file {path}", values)
+    source = f"file {path}"
+    return Layer(source, values, notes_on_unused(raw, source))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -166,19 +203,12 @@ def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
         if key in UNUSED or (key, value) in _NOT_SET:
             continue
         if reason := unsupported_reason(key):
-            if not _is_off(value):
+            if not is_off(value):
                 raise ConfigError(f"{key}: {reason}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
             settings[key] = value
     _check_environment(raw)
     return _translated_device(raw) | settings
-
-
-def _is_off(value: Any) -> bool:
-    """Return whether a value switches a feature off; for a section or a list, whether all its values do."""
-    if isinstance(value, (dict, list)):
-        return all(map(_is_off, value.values() if isinstance(value, dict) else value))
-    return _is_null(value) or str(value).lower() in ("no", "none", "false")
 
 
 def _check_environment(raw: Mapping[str, Any]) -> None:

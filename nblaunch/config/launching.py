@@ -16,11 +16,13 @@ from nblaunch.config.files import find_layers
 from nblaunch.config.settings import (
     FIELDS,
     GPU_VARIABLES,
+    UNUSED,
     ConfigError,
     Layer,
     Resolved,
     convert,
     most_machines,
+    notes_on_unused,
     resolve,
     shown,
 )
@@ -45,14 +47,15 @@ def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mappi
 
     Args:
         config_file: path; None = the default file.
-        options: setting -> value; None = not set.
+        options: setting -> value; None = not set. Accelerate's settings without effect are accepted.
     """
     values = {
         name: convert(name, value, f"{name}={shown(value)}")
         for name, value in options.items()
-        if value is not None
+        if value is not None and name not in UNUSED
     }
-    return resolve([Layer("argument", values), *find_layers(config_file)])
+    layer = Layer("argument", values, notes_on_unused(options, "argument"))
+    return resolve([layer, *find_layers(config_file)])
 
 
 def spec_of(
@@ -80,6 +83,7 @@ def spec_of(
     values["num_processes"] = processes_per_machine(resolved)
     values["is_spmd"] = resolved["strategy"] == "spmd"
     values["accelerator_arguments"] = accelerator_settings(resolved)
+    values["notes"] = resolved.notes
     try:
         return LaunchSpec(function=function, args=args, **(values | fields))
     except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch import backends
+from nblaunch import backends, formatting
 from nblaunch.env import CP_STRATEGIES, DYNAMO_MODES
 from nblaunch.setting import Choice, Converter, Flag, FlagOrName, Number, Setting, Switch, Text, Whole
 from nblaunch.spec import options
@@ -162,6 +162,19 @@ UNUSED: dict[str, int | None] = {
 }
 """Accelerate's settings that have no effect -> number of values that the option takes; None: only in files."""
 
+_AS_NBLAUNCH_DOES: dict[str, tuple[str, ...]] = {
+    "main_training_function": ("main",),  # the script runs as a whole, and calls its function itself
+    "deepspeed_multinode_launcher": ("standard",),
+    "fsdp_backward_prefetch": ("backward_pre",),
+    "fsdp_backward_prefetch_policy": ("backward_pre",),
+    "fsdp_use_orig_params": ("true",),
+    "fsdp_sync_module_states": ("true",),
+}
+"""Setting in :data:`UNUSED` -> the values, in lower case, that ask for what nblaunch does in any case."""
+
+_WITHOUT_LOSS = ("same_network", "no_tpu_cluster", "quiet", "tee", "monitor_interval", *_SEQUENCE_SETTINGS)
+"""Settings in :data:`UNUSED` that no user misses: nblaunch needs no such choice, or rejects it with another setting."""
+
 _UNSUPPORTED = {
     "no_python": "nblaunch launches only Python scripts and modules",
     **dict.fromkeys(("use_megatron_lm", "megatron_lm_"), "Megatron-LM is not available in nblaunch"),
@@ -191,6 +204,33 @@ def unsupported_reason(name: str) -> str | None:
         if name == unsupported or (unsupported.endswith("_") and name.startswith(unsupported)):
             return reason
     return None
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value switches a feature off; for a section or a list, whether all its values do."""
+    if isinstance(value, (dict, list)):
+        return all(map(is_off, value.values() if isinstance(value, dict) else value))
+    return value is None or str(value).lower() in ("", "~", "null", "no", "none", "false")
+
+
+def notes_on_unused(given: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    """Return a sentence about the settings in :data:`UNUSED` that ask for something that nblaunch does not do.
+
+    Args:
+        given: setting of any kind -> value.
+        source: where the values come from.
+    """
+    missed = [name for name, value in given.items() if name in UNUSED and _is_missed(name, value)]
+    if not missed:
+        return ()
+    verb = "has" if len(missed) == 1 else "have"
+    return (f"{formatting.joined(missed)} ({source}) {verb} no effect in nblaunch",)
+
+
+def _is_missed(name: str, value: Any) -> bool:
+    if name in _WITHOUT_LOSS or is_off(value):
+        return False
+    return str(value).lower() not in _AS_NBLAUNCH_DOES.get(name, ())
 
 
 # --- values from several sources --------------------------------------------------------------------------------------
@@ -226,10 +266,12 @@ class Layer:
     Args:
         source: such as ``command line``, or the path of a file.
         values: setting -> converted value. None is also a value, for settings that accept it.
+        notes: sentences about the source that the user sees when the job starts.
     """
 
     source: str
     values: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,10 +281,12 @@ class Resolved:
     Args:
         values: setting -> value.
         sources: setting -> source of the value.
+        notes: sentences about the sources.
     """
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -324,7 +368,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
         layer = next((layer for layer in layers if name in layer.values), None)
         values[name] = layer.values[name] if layer is not None else setting.default
         sources[name] = layer.source if layer is not None else DEFAULT
-    resolved = Resolved(values, sources)
+    resolved = Resolved(values, sources, tuple(note for layer in layers for note in layer.notes))
     order = {layer.source: i for i, layer in enumerate(layers)} | {DEFAULT: len(layers)}
     _check_needs(resolved, order)
     _check_machines(resolved)
@@ -384,6 +428,8 @@ def _check_training(resolved: Resolved) -> None:
             f"strategy=spmd works only on TPUs, but backend is {backend} ({resolved.sources['backend']})"
         )
     if resolved["deepspeed_config_file"] is not None:
-        both = [name for name in resolved.group("deepspeed_config") if name != "deepspeed_config_file"]
+        # DeepSpeed's file has no entry for the classes of blocks.
+        besides = ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
+        both = [name for name in resolved.group("deepspeed_config") if name not in besides]
         if both:
             raise ConfigError(f"deepspeed_config_file replaces {', '.join(both)}; set these in that file")

@@ -111,6 +111,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         fallback=start.fallback,
         starts_later=starts_later,
         warnings=(
+            *spec.notes,
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *(() if is_inline else _foreign_accelerators(spec)),

@@ -119,3 +119,13 @@ def test_options_without_effect_are_accepted(command: Command) -> None:
         script(""),
     )
     assert ended.code == 0, ended.err
+    assert "no effect" not in ended.out
+
+
+def test_options_that_the_user_misses_are_named(command: Command) -> None:
+    ended = command(
+        "launch", "--cpu", "--enable_cpu_affinity", "--zero3_init_flag", "true", "--print_plan", script("")
+    )
+    assert (
+        "note: enable_cpu_affinity and zero3_init_flag (command line) have no effect in nblaunch" in ended.out
+    )

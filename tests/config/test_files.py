@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.config.default import write_basic_config
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -323,7 +325,79 @@ def test_unused_features_in_accelerate_files_are_accepted(tmp_path: Path) -> Non
     assert not files.read(written(tmp_path, text)).values
 
 
-def test_settings_without_effect_are_left_out(tmp_path: Path) -> None:
+def test_settings_without_effect_are_left_out_and_named_if_they_are_missed(tmp_path: Path) -> None:
     text = "same_network: true\nenable_cpu_affinity: true\ndeepspeed_hostfile: hosts\n"
-    of_fsdp_1 = "fsdp_config: {fsdp_use_orig_params: false}\n"
-    assert not files.read(written(tmp_path, text + of_fsdp_1)).values
+    of_fsdp_1 = "fsdp_config: {fsdp_use_orig_params: false, fsdp_forward_prefetch: true}\n"
+    path = written(tmp_path, text + of_fsdp_1)
+    layer = files.read(path)
+    assert not layer.values
+    (note,) = layer.notes
+    assert note == (
+        "enable_cpu_affinity, deepspeed_hostfile and fsdp_forward_prefetch "
+        f"(file {path}) have no effect in nblaunch"
+    )
+    assert resolve([layer]).notes == layer.notes
+
+
+def test_what_accelerate_writes_by_default_is_not_named(tmp_path: Path) -> None:
+    fsdp = {
+        "fsdp_version": 1, "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True,
+        "fsdp_forward_prefetch": False, "fsdp_sync_module_states": True,
+    }  # fmt: skip
+    path = of_accelerate(tmp_path, distributed_type="FSDP", fsdp_config=fsdp, same_network=True)
+    assert "main_training_function" in path.read_text()
+    assert not files.read(path).notes
+
+
+@pytest.fixture
+def accelerate_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of Accelerate's default file in a home without any file of nblaunch."""
+    monkeypatch.delenv("NBLAUNCH_CONFIG_FILE", raising=False)
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_the_default_file_of_accelerate_is_read_if_there_is_no_other(
+    tmp_path: Path, accelerate_default: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.find_layers(None) == []
+    write_basic_config("bf16", str(accelerate_default))
+    (layer,) = files.find_layers(None)
+    assert layer.values["mixed_precision"] == "bf16"
+    assert layer.source == f"file {accelerate_default}"
+    assert "the default file of `accelerate launch`" in layer.notes[0]
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    assert files.find_layers(None) == []
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("NBLAUNCH_CONFIG_FILE", str(tmp_path / "none.yaml"))
+    assert files.find_layers(None) == [], "the user names another file, which does not exist yet"
+    monkeypatch.delenv("NBLAUNCH_CONFIG_FILE")
+    files.write(files.default_path(), {"mixed_precision": "no"})
+    assert files.find_layers(None)[0].values == {"mixed_precision": "no"}
+
+
+def test_a_default_file_of_accelerate_that_does_not_fit_is_rejected_with_advice(
+    accelerate_default: Path,
+) -> None:
+    accelerate_default.write_text("distributed_type: MEGATRON_LM\n")
+    with pytest.raises(ConfigError, match=r"MEGATRON_LM is not available.*`nblaunch config` writes a file"):
+        files.find_layers(None)
+
+
+def test_every_sharding_strategy_of_accelerate_is_read(tmp_path: Path) -> None:
+    for name in FSDP_SHARDING_STRATEGY:
+        text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_reshard_after_forward: {name}}}\n"
+        assert files.read(written(tmp_path, text)).values["fsdp_reshard_after_forward"] == name
+
+
+def test_a_deepspeed_file_may_be_combined_with_classes_of_experts(tmp_path: Path) -> None:
+    """DeepSpeed's file has no entry for them."""
+    deepspeed = {"deepspeed_config_file": "zero.json", "deepspeed_moe_layer_cls_names": "Block"}
+    path = of_accelerate(tmp_path, distributed_type="DEEPSPEED", deepspeed_config=deepspeed)
+    arguments = accelerator_settings(resolve([files.read(path)]))["deepspeed_plugin"]
+    assert arguments == {"hf_ds_config": "zero.json", "transformer_moe_cls_names": "Block"}
