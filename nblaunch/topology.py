@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def missing_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that a process needs to find the other ranks and that are not set."""
+    return [name for name in _OF_RENDEZVOUS if not environ.get(name)]
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -76,11 +84,16 @@ class Topology:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:
-        """Read the variables of ``torchrun`` or this launcher; assume a single process if none are set.
+        """Read the variables of ``torchrun`` or this launcher; assume a single process if no rank or size is set.
+
+        Batch scripts often export the address of the rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) for all programs
+        that they start. Without ``RANK`` and ``WORLD_SIZE``, no store is expected there.
 
         Raises:
-            ValueError: a variable is not a whole number, or a rank is out of range.
+            ValueError: a variable is not a whole number, or the variables contradict each other.
         """
+        if not any(map(environ.get, _OF_RANKS)):
+            return cls()
 
         def number(name: str, default: int) -> int:
             text = environ.get(name, "")
@@ -92,15 +105,23 @@ class Topology:
         world_size = number("WORLD_SIZE", 1)
         rank = number("RANK", 0)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size)
-        return cls(
-            rank=rank,
-            local_rank=number("LOCAL_RANK", rank % local_world_size if local_world_size else 0),
-            node_rank=number("GROUP_RANK", rank // local_world_size if local_world_size else 0),
-            world_size=world_size,
-            local_world_size=local_world_size,
-            num_nodes=number(
-                "GROUP_WORLD_SIZE", max(1, world_size // local_world_size) if local_world_size else 1
-            ),
-            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=number("MASTER_PORT", 0),
-        )
+        master_port = number("MASTER_PORT", 0)
+        try:
+            return cls(
+                rank=rank,
+                local_rank=number("LOCAL_RANK", rank % local_world_size if local_world_size else 0),
+                node_rank=number("GROUP_RANK", rank // local_world_size if local_world_size else 0),
+                world_size=world_size,
+                local_world_size=local_world_size,
+                num_nodes=number(
+                    "GROUP_WORLD_SIZE", max(1, world_size // local_world_size) if local_world_size else 1
+                ),
+                master_addr=environ.get("MASTER_ADDR") or "127.0.0.1",
+                master_port=0 if missing_variables(environ) else master_port,
+            )
+        except ValueError as error:
+            named = ", ".join(f"{name}={environ[name]}" for name in _OF_RANKS if environ.get(name))
+            raise ValueError(
+                f"the environment ({named}) describes no rank of a job: {error}. Start the script with torchrun or "
+                "nblaunch launch, which set all variables, or remove these"
+            ) from None

@@ -49,7 +49,34 @@ def test_without_a_launcher_the_world_size_is_one() -> None:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
 def test_invalid_values_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='many'"):
-        Topology.from_env({name: "many"})
+        Topology.from_env({"RANK": "0", name: "many"})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MASTER_PORT": "29500"},
+        {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+        {"MASTER_PORT": "many"},
+        {"GROUP_RANK": "1", "NODE_RANK": "1"},
+        {"WORLD_SIZE": "1", "MASTER_PORT": "29500"},
+        {"RANK": "0", "MASTER_PORT": "29500"},
+        {"LOCAL_RANK": "0", "MASTER_PORT": "29500"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"},
+    ],
+)
+def test_an_address_without_ranks_is_not_used(environ: dict[str, str]) -> None:
+    topology = Topology.from_env(environ)
+    assert (topology.rank, topology.world_size, topology.node_rank, topology.master_port) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "0"}])
+def test_variables_that_describe_no_rank_are_named(environ: dict[str, str]) -> None:
+    named = ", ".join(f"{name}={value}" for name, value in environ.items())
+    with pytest.raises(
+        ValueError, match=rf"^the environment \({named}\) describes no rank of a job: .*torchrun"
+    ):
+        Topology.from_env(environ)
 
 
 @pytest.mark.parametrize(

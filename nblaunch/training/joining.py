@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nblaunch import backends, context
+from nblaunch import backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.context import ProcessContext
 from nblaunch.events import WorkerState
-from nblaunch.topology import Topology
+from nblaunch.topology import Topology, missing_variables
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire.board import Slot
 
@@ -84,9 +84,11 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
         _join_by_hand(here.topology, backend, init)
     backend.join(here.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
     if here.topology.world_size > 1 and not is_distributed():
+        missing = missing_variables(env.snapshot())
         raise RuntimeError(
             f"this process is rank {here.topology.rank} of {here.topology.world_size} according to its "
-            "environment, but MASTER_PORT is not set, so it can't find the other ranks. Start it with "
+            f"environment, but it can't find the other ranks, because {formatting.joined(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start it with "
             "notebook_launcher or torchrun, or call torch.distributed.init_process_group before you create the "
             "Accelerator."
         )
