@@ -17,8 +17,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from nblaunch import dashboard as dashboards
 from nblaunch.dashboard.terminal import is_terminal, live_hidden
@@ -27,11 +28,10 @@ from nblaunch.events import Note
 from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
 from nblaunch.launcher.job import jobs_at_breakpoints, last_job
 from nblaunch.launcher.requests import interrupts_as_requests
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import cell_name
 from nblaunch.wire.worker_commands import Prompted
-
-if TYPE_CHECKING:
-    from nblaunch.launcher.runner import JobRunner
 
 
 class Debugged(Protocol):
@@ -73,6 +73,8 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
         debugger, rank = job.find_debugger(rank)
         debugger.open_pdb(rank)
         while (prompt := debugger.wait_for_prompt(rank)) is not None:
+            if isinstance(job, JobRunner):
+                job.requests.ask_logs().result()  # output before the prompt comes first
             debugger.send_line(rank, _ask(rank, prompt))
         _print(debugger.take_printed(rank))
 
@@ -118,6 +120,13 @@ def can_type() -> bool:
     if dashboards.kernel_shell() is not None:
         return dashboards.is_interactive()
     return is_terminal(sys.stdin) and is_terminal(sys.stdout)
+
+
+def with_breakpoints(spec: LaunchSpec, *, background: bool = False) -> LaunchSpec:
+    """Return the spec with ``has_breakpoints``, if this process can ask the user for all workers of the launch."""
+    if spec.is_elastic or spec.is_on_nodes or spec.is_detached or not takes_breakpoints(background):
+        return spec
+    return replace(spec, has_breakpoints=True)
 
 
 def takes_breakpoints(background: bool) -> bool:

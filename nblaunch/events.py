@@ -220,6 +220,26 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class InputAwaited(Event):
+    """A rank waits for the user's input. Listeners show everything that has arrived before it.
+
+    Rank 0 of a script sends it for ``input()``; the launcher sends it for a prompt of pdb, with ``rank`` -1.
+
+    Args:
+        prompt: the script's prompt, to be shown by the listener that prints lines. The launcher shows pdb's prompt.
+        is_hidden: whether the terminal does not show what the user types, including the end of the line.
+    """
+
+    prompt: str = ""
+    is_hidden: bool = False
+
+
+@dataclass(frozen=True)
+class InputRead(Event):
+    """Rank 0 of a script has read the input that it waited for."""
+
+
+@dataclass(frozen=True)
 class Fact(Event):
     """A property of the whole job for the header of its table. A later fact with the same name replaces it.
 

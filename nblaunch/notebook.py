@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nblaunch import attached_debugger, debugging, env
@@ -359,9 +358,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
     """Return the job of a spec. A detached job is already running; any other has not started."""
     __tracebackhide__ = True
     descriptors.occupy_standard_ones()
-    can_break = not (spec.is_elastic or spec.is_on_nodes or spec.is_detached)
-    if can_break and debugging.takes_breakpoints(background):
-        spec = replace(spec, has_breakpoints=True)
+    spec = debugging.with_breakpoints(spec, background=background)
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     try:

@@ -60,12 +60,29 @@ class Emulator:
         return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
 
 
-def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 30) -> tuple[int, str]:
-    """Run a program on a pseudo-terminal; return its exit code and its output."""
+def run_in_terminal(
+    command: Sequence[str],
+    *,
+    columns: int = 100,
+    rows: int = 30,
+    answers: Sequence[tuple[str, str]] = (),
+    term: str = "xterm",
+) -> tuple[int, str]:
+    """Run a program on a pseudo-terminal; return its exit code and its output, including what was typed.
+
+    Args:
+        command: the program.
+        columns: width of the terminal.
+        rows: height of the terminal.
+        answers: (end of the prompt, line to type); each is typed once its prompt is the last output.
+        term: type of the terminal.
+    """
+    left = list(answers)
     own, its = pty.openpty()
     try:
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environ["TERM"] = term
         program = subprocess.Popen(
             command, stdin=its, stdout=its, stderr=its, env=environ, start_new_session=True
         )
@@ -80,6 +97,8 @@ def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 3
             if not piece:
                 break
             written += piece
+            if left and written.endswith(left[0][0].encode()):
+                os.write(own, f"{left.pop(0)[1]}\n".encode())
         return program.wait(180), written.decode()
     finally:
         os.close(own)

@@ -28,6 +28,7 @@ from nblaunch.config.settings import DEFAULT, SETTINGS, ConfigError, Resolved
 from nblaunch.dashboard import text_dashboards
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.debugging import with_breakpoints
 from nblaunch.errors import CollectiveMismatch, JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store
@@ -98,7 +99,7 @@ def launch_script(
     Raises:
         UsageError: the launch is not possible; nothing was started.
     """
-    spec = spec_of_script(resolved, script, arguments, is_module=is_module)
+    spec = with_breakpoints(spec_of_script(resolved, script, arguments, is_module=is_module))
     plan = _plan_of(spec, checks_port=True)
     preloader = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()

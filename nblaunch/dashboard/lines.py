@@ -28,7 +28,7 @@ from nblaunch import formatting
 from nblaunch.dashboard.base import Bundle, Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveTable, write
-from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
+from nblaunch.events import AttemptStarted, Displayed, Event, InputAwaited, InputRead, LogLines, Note
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
 
@@ -199,8 +199,6 @@ class LinesPrinter(Dashboard):
         self._stream = stream
         self._publish = publish
         self._live = live
-        if live is not None:
-            live.flush_lines = self._flush
         self._shortens = shortens
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines
@@ -219,6 +217,7 @@ class LinesPrinter(Dashboard):
         self._first_rank = 0
         self._log_dir = ""
         self._label_template: str | None = None
+        self._question: InputAwaited | None = None
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, LogLines):
@@ -228,6 +227,10 @@ class LinesPrinter(Dashboard):
         elif isinstance(event, Note) and event.text and not (event.kind in _IN_TABLE and self._omits_hangs):
             label = "nblaunch: " if event.rank < 0 else self._label(event.rank)
             self._pending.append(_NoteLine(f"{label}{event.text}\n"))
+        elif isinstance(event, InputAwaited):
+            self._ask(event)
+        elif isinstance(event, InputRead):
+            self._end_question()
         elif isinstance(event, AttemptStarted):
             self._end_all()  # the new attempt has its own log files
             self._num_processes = event.num_processes
@@ -244,6 +247,10 @@ class LinesPrinter(Dashboard):
                 self._flush()
 
     def close(self) -> None:
+        self._show_all()
+
+    def _show_all(self) -> None:
+        """Show everything that has been deferred, folded or left out, and start counting again."""
         self._end_all()
         if self._pending:
             self._flush()
@@ -252,6 +259,32 @@ class LinesPrinter(Dashboard):
             if bundle is not None:
                 self._publish(Displayed(data=bundle))
             self._print("".join(last))
+            self._folded, self._num_hidden = FoldedLines(), 0
+
+    def _ask(self, event: InputAwaited) -> None:
+        """Show everything, then the prompt of a script, which stays the last line while the user types."""
+        self._show_all()
+        if event.rank < 0:
+            return
+        if self._live is not None:
+            self._live.clear()
+        self._question = event
+        self._write_now(self._prompt)
+
+    @property
+    def _prompt(self) -> str:
+        """The prompt at which the user types; empty if no rank waits for an answer."""
+        return "" if self._question is None else f"{self._label(self._question.rank)}{self._question.prompt}"
+
+    def _end_question(self, *, is_answered: bool = True) -> None:
+        question, self._question = self._question, None
+        if question is not None and (question.is_hidden or not is_answered):
+            self._write_now("\n")
+
+    def _write_now(self, text: str) -> None:
+        stream = sys.stdout if self._stream is None else self._stream
+        write(stream, text)
+        stream.flush()
 
     def _label(self, rank: int) -> str:
         if self._label_template is not None:
@@ -262,6 +295,8 @@ class LinesPrinter(Dashboard):
 
     def _add_lines(self, event: LogLines) -> None:
         rank, lines = event.rank, event.lines
+        if self._question is not None and self._question.rank == rank:
+            self._end_question()  # the rank goes on, and its event is on the way
         self._num_lines[rank] += len(lines)
         num_shown = min(self._room(rank), len(lines)) if self._shortens else len(lines)
         self._num_shown[rank] += num_shown
@@ -308,6 +343,7 @@ class LinesPrinter(Dashboard):
 
     def _end_all(self) -> None:
         """Show the last lines of ranks that printed a lot, and start counting again."""
+        self._end_question(is_answered=False)
         for rank in sorted(self._tails):
             self._end(rank)
         self._tails = {}
@@ -395,6 +431,8 @@ class LinesPrinter(Dashboard):
     def _print(self, text: str) -> None:
         if not text:
             return
+        if self._question is not None:
+            text = f"\n{text}{self._prompt}"
         stream = sys.stdout if self._stream is None else self._stream
         with self._live.hidden() if self._live is not None else nullcontext():
             write(stream, text)

@@ -19,7 +19,7 @@ from nblaunch.dashboard.html import log_bundle, mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Controls, Event, Note
+from nblaunch.events import Controls, Event, InputAwaited, Note
 from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:
@@ -176,6 +176,10 @@ class NotebookDashboard(ViewingDashboard):
         super().on_event(event)
         if self._has_widgets or not isinstance(event, Note):  # the table has its own notes
             self._last_lines.add(event)
+        if isinstance(event, InputAwaited):
+            self._catch_up()
+            if self._view.is_started and not self._is_closed:
+                self._draw(is_urgent=True)
 
     def control(self, controls: Controls) -> None:
         if self._is_background and self._panel is not None:
@@ -187,10 +191,10 @@ class NotebookDashboard(ViewingDashboard):
             self._lasting.show_again()
         return is_new
 
-    def _draw(self) -> None:
+    def _draw(self, *, is_urgent: bool = False) -> None:
         if self._has_widgets:
             try:
-                self._show_panel()
+                self._show_panel(is_urgent)
             except Exception as error:
                 self._give_up_widgets(error)
         if not self._has_widgets:
@@ -209,13 +213,13 @@ class NotebookDashboard(ViewingDashboard):
             # keeps a cell's output up to date even when no page is open.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
-    def _show_panel(self) -> None:
+    def _show_panel(self, is_urgent: bool) -> None:
         if self._panel is None:
             self._panel = self._open_panel(self._last_lines)
             self._panel.show(self._view)
             self._output.show(self._panel.bundle(self._view))
         else:
-            self._panel.show(self._view)
+            self._panel.show(self._view, is_urgent=is_urgent)
         self._show_lasting(self._panel)
         self._pace.note_published()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, final
 
@@ -18,6 +18,7 @@ from nblaunch.dashboard.base import Pace, ViewingDashboard, uptime
 from nblaunch.dashboard.palette import paint, unpainted
 from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView
+from nblaunch.events import Event, InputAwaited, InputRead
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -82,9 +83,6 @@ class LiveTable:
 
     Args:
         stream: default: ``sys.stderr``, looked up at each use.
-
-    Attributes:
-        flush_lines: writes the lines that belong above the table.
     """
 
     latest: ClassVar[LiveTable | None] = None
@@ -92,7 +90,6 @@ class LiveTable:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         LiveTable.latest = self
-        self.flush_lines: Callable[[], None] = lambda: None
         self._stream = stream
         self._render: Callable[[int], str] | None = None
         self._live: Live | None = None
@@ -158,13 +155,9 @@ class LiveTable:
 
 @contextmanager
 def live_hidden() -> Iterator[None]:
-    """Hide the live table, if there is one, and show the buffered lines, while the block asks the user a question."""
+    """Hide the live table, if there is one, while the block asks the user a question."""
     live = LiveTable.latest
-    if live is None:
-        yield
-        return
-    with live.hidden():
-        live.flush_lines()
+    with live.hidden() if live is not None else nullcontext():
         yield
 
 
@@ -196,9 +189,19 @@ class TextDashboard(ViewingDashboard):
             pace = Pace(first_s=_FIRST_LINE_S, interval_s=5.0, slow_s=25.0, slow_after_s=60.0, clock=clock)
         super().__init__(pace)
         self._last_line = ""
+        self._is_user_typing = False
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+        if isinstance(event, InputAwaited):
+            self._is_user_typing = event.rank >= 0
+        elif isinstance(event, InputRead):
+            self._is_user_typing = False
 
     def _draw(self) -> None:
         self._pace.note_published()
+        if self._is_user_typing:
+            return
         if self._live is not None:
             self._live.draw(self._view)
             return

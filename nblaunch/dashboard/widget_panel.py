@@ -383,8 +383,13 @@ class Panel:
         self._top.layout.min_height = _BUTTON_HEIGHT
         self._buttons.connect(controls)
 
-    def show(self, view: JobView) -> None:
-        """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are any."""
+    def show(self, view: JobView, *, is_urgent: bool = False) -> None:
+        """Update the widgets to ``view``, and add charts and lines once there are any.
+
+        Args:
+            view: the job.
+            is_urgent: send all changes; otherwise, those that the throttle's budget allows.
+        """
         table = tabulate(view)
         still = table.stall
         troubles = bool(table.failures), still is not None, still is not None and still.is_certain
@@ -406,7 +411,7 @@ class Panel:
             self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
         if self._logs is not None:
             self._logs.show()
-        self._throttle.flush()
+        self._throttle.flush(sends_all=is_urgent)
         if self._logs is not None and len(self._lower.children) == 1:
             self._lower.children = [self._epochs, self._logs.widget]
         figures = [self._charts.widget] if self._charts.widget.children else []

@@ -85,8 +85,8 @@ class Throttle:
         slot = self._slots.get(id(widget))
         return slot is None or self._clock() - slot.sent_s >= every_s
 
-    def flush(self) -> int:
-        """Send the changes that are due; return the number of widgets sent."""
+    def flush(self, *, sends_all: bool = False) -> int:
+        """Send the changes that are due, or all changes; return the number of widgets sent."""
         now_s = self._clock()
         # Urgent messages may have overdrawn the budget; the limit on the deficit lets other messages follow soon.
         budget = max(self._budget_bytes, -BURST_BYTES) + (now_s - self._filled_s) * RATE_BYTES_S
@@ -94,6 +94,7 @@ class Throttle:
         self._filled_s = now_s
         num_sent = 0
         for slot in sorted(self._slots.values(), key=lambda slot: _overdue(slot, now_s), reverse=True):
+            slot.is_urgent |= sends_all
             is_due = slot.is_urgent or now_s - slot.sent_s >= slot.every_s
             changes = slot.changes() if is_due else {}
             if not changes:

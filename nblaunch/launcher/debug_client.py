@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -73,6 +74,7 @@ class DebugClient:
         self.stopped_s = 0.0
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
         self._continued: set[tuple[str, int, int]] = set()
+        self._arrived: deque[int] = deque()
         self._stops: dict[int, tuple[str, int, int]] = {}
         self._debugged: int | None = None
         self._sent_s = 0.0
@@ -137,6 +139,10 @@ class DebugClient:
             is_running = self._debugged is not None and time.monotonic() - self._sent_s < _PATIENCE_S
             self._debugged = self._debugged if is_running else min(self.prompts, default=None)
         return self._debugged if self._debugged in self.prompts else None
+
+    def take_arrived(self) -> set[int]:
+        """Return the ranks whose prompts have arrived since the last call. Only one thread may call this."""
+        return {self._arrived.popleft() for _ in range(len(self._arrived))}
 
     def send_line(self, rank: int, text: str) -> None:
         """Send a line to a rank's pdb. If the rank continues, ranks at the same breakpoint also continue.
@@ -242,6 +248,9 @@ class DebugClient:
         if message.stop is not None:
             self.stopped_s = time.monotonic()
         self.printed.pop(rank, None)
+        self._arrived.append(
+            rank
+        )  # first, because another thread may see the prompt and ask for earlier output
         self.prompts[rank] = message
 
     def _handle_end(self, rank: int, message: Resumed) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from nblaunch import formatting
@@ -28,6 +28,7 @@ from nblaunch.events import (
     Exited,
     ExitStatus,
     Failed,
+    InputAwaited,
     Note,
     Returned,
     Started,
@@ -216,7 +217,7 @@ class Supervisor:
             self._judge_hang()
             self._poll_agreement()
             if self._debugger is not None and self._debugger.prompts and self._escalation is None:
-                self._read_logs()  # earlier output comes first
+                self._read_logs()  # output before the prompt comes first
                 self._on_prompts()
 
     def _ends_with_kept_workers(self) -> bool:
@@ -235,17 +236,14 @@ class Supervisor:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._running.receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, partial(self._read_pipe, rank))
-        if self._running.store is not None and self._running.store.fileno() >= 0:
-            self._selector.register(
-                self._running.store, selectors.EVENT_READ, partial(self._start_store, self._running.store)
-            )
+        if (store := self._running.store) is not None and store.fileno() >= 0:
+            self._selector.register(store, selectors.EVENT_READ, partial(self._start_store, store))
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
         if self._debugger is not None:
             for rank, connection in self._debugger.connections.items():
-                self._selector.register(
-                    connection, selectors.EVENT_READ, partial(self._receive_from_debugger, rank)
-                )
+                receive = partial(self._receive_from_debugger, rank)
+                self._selector.register(connection, selectors.EVENT_READ, receive)
         self._watch_ends()
 
     def _watch_ends(self) -> None:
@@ -297,6 +295,8 @@ class Supervisor:
                 self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
             else:
                 self._begin_escalation()
+        elif isinstance(event, InputAwaited):
+            self._read_logs({rank})
         for watcher in self._watchers:
             watcher.receive(event)
         self._hangs.count(rank, event)
@@ -522,11 +522,16 @@ class Supervisor:
         self._collectives.compare(self._report, self._active_pids(), self._begin_escalation)
         self._check_lingering()
 
-    def _read_logs(self) -> None:
+    def _read_logs(self, asking: Set[int] = frozenset()) -> None:
+        """Report new output: complete lines, and everything from ranks that are ``asking`` for input or in pdb."""
+        at_prompts = self._debugger.take_arrived() if self._debugger is not None else set()
         for rank, tail in self._running.tails.items():
-            for event in tail.read():
+            for event in tail.read_rest() if rank in at_prompts | asking else tail.read():
                 self._hangs.count(rank, event)
                 self._emit(event)
+        if at_prompts:
+            self._emit_readings(self._read_board())
+            self._emit(InputAwaited())
 
     def _inspect(self, readings: Sequence[SlotReading]) -> None:
         """Record host memory, and check the progress of the workers."""

@@ -139,8 +139,7 @@ class SessionClient:
         report = self._send_all(ranks, command, files)
         self._wait_for_end(report, is_joint)
         if isinstance(command, (Execute, RunFunction)):
-            self._runner.requests.ask_logs().result()  # events arrive before the ranks' output
-            self._output.pump()
+            self._pump_all()  # events arrive before the ranks' output
         return report
 
     def _send_all(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> CommandReport:
@@ -263,9 +262,15 @@ class SessionClient:
         self._output.pump()
         signal_handlers.run_arrived()  # an exception in the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:
+            self._pump_all()
             debugging.answer_prompt(self.debugger, self.interrupt)
         if self.num_interrupts and not self._awaits_boundary():
             self._signal(self.busy)  # again, because an interrupt has no effect on a rank that has not begun
+
+    def _pump_all(self) -> None:
+        """Show everything that the ranks have written so far."""
+        self._runner.requests.ask_logs().result()
+        self._output.pump()
 
     def _awaits_boundary(self) -> bool:
         """Poll the agreement on a last optimizer step; return whether ranks may still reach it by themselves."""

@@ -12,6 +12,7 @@ user_lines.py        finds the user's line that called a hook
 import_times.py      imports that take long, which a note explains
 file_writes.py       saves, and files that several ranks may write at the same time
 output.py            sends output to the log file and displays to the launcher
+terminal_input.py    input() and getpass() of a script's rank 0, whose prompts the launcher writes
 open_files.py        files that the function leaves open
 delivery.py          sends the return value, then trained weights and optimizer states
 failure.py           prepares the user's exception for the launcher

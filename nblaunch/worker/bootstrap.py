@@ -64,6 +64,7 @@ from nblaunch.worker import (
     open_files,
     output,
     process_control,
+    terminal_input,
 )
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
@@ -239,6 +240,8 @@ class _Worker:
         kernel_only.leave_kernel(kernel_streams)
         if not assignment.reads_input:
             kernel_only.reject_input(is_script=assignment.is_script)
+        elif assignment.has_breakpoints:  # the launcher's user sits at a terminal
+            terminal_input.announce(assignment.rank, self.sender.send)
         payload.send_cells_by_value()
         self.slot.record_spans()
         libraries.count_progress(self.slot)

@@ -39,7 +39,7 @@ from nblaunch.wire.worker_commands import (
     SessionCommand,
     send_reply,
 )
-from nblaunch.worker import frames
+from nblaunch.worker import frames, output
 from nblaunch.worker.debugger_calls import own_pdb
 from nblaunch.worker.failure import describe_failure
 
@@ -237,6 +237,7 @@ class _Terminal:
         """
         if self._is_closed:
             raise _Closed
+        output.flush()  # also unfinished lines, which the kernel shows before the prompt
         text, newline, prompt = self._taken().rpartition("\n")
         self._send(replace(self._next, text=text + newline, prompt=prompt))
         self._next = Prompted("")

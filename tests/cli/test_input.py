@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tests.cli.conftest import PROGRAM, labelled, launch, script
+from tests.terminal import Emulator, run_in_terminal
 
 READ = """
 import os, sys
@@ -71,3 +72,42 @@ def test_a_terminal_answers_rank_0() -> None:
         os.close(its)
     assert ended.returncode == 0, ended.stderr
     assert "[0] go on? answer yes" in ended.stdout.splitlines()
+
+
+QUESTIONS = """
+import getpass, os
+if os.environ["RANK"] == "0":
+    print("whole line")
+    print("open line", end="")
+    print("name", input("who? "))
+    print("more")
+    print("word", getpass.getpass("word? "))
+    print("at 0", end="")
+    breakpoint()
+    print("end")
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])  # with and without a table that is redrawn
+def test_output_before_a_prompt_is_shown_before_it(term: str) -> None:
+    command = [*PROGRAM, "launch", "--cpu", "--num_processes", "2", script(QUESTIONS)]
+    answers = [("who? ", "me"), ("word? ", "secret"), ("(Pdb) ", "p 6 * 7"), ("(Pdb) ", "c")]
+    code, written = run_in_terminal(command, answers=answers, term=term)
+    screen = Emulator()
+    screen.write(written)
+    assert code == 0, screen.text
+    lines = [line for line in screen.text.splitlines() if line.startswith("[0] ") or line == "42"]
+    assert lines == [
+        "[0] whole line",
+        "[0] open line",
+        "[0] who? me",
+        "[0] name me",
+        "[0] more",
+        "[0] word?",
+        "[0] word secret",
+        "[0] at 0",
+        "[0] (Pdb) p 6 * 7",
+        "42",
+        "[0] (Pdb) c",
+        "[0] end",
+    ]

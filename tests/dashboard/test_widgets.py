@@ -23,7 +23,16 @@ from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
-from nblaunch.events import AttemptStarted, Controls, Displayed, LogLines, Metric, Note, StatusLine
+from nblaunch.events import (
+    AttemptStarted,
+    Controls,
+    Displayed,
+    InputAwaited,
+    LogLines,
+    Metric,
+    Note,
+    StatusLine,
+)
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, trained, view_of
 
@@ -83,6 +92,16 @@ def test_widgets_update_at_intervals_unless_urgent() -> None:
     throttle.update(widget, value="failed", every_s=1.0, is_urgent=True)
     throttle.flush()
     assert widget.value == "failed"
+
+
+def test_everything_is_sent_before_a_prompt() -> None:
+    widgets = [FakeWidget() for _ in range(30)]
+    throttle = Throttle(clock=Clock())
+    for text in ("a", "b"):
+        for widget in widgets:
+            throttle.update(widget, value=text * 2000, every_s=5.0)
+        throttle.flush(sends_all=text == "b")
+    assert {widget.value for widget in widgets} == {"b" * 2000}
 
 
 def test_the_budget_holds_without_starving_widgets() -> None:
@@ -454,6 +473,19 @@ def test_deferred_lines_come_last() -> None:
     printer.on_readings([])
     printer.close()
     assert (stream.getvalue(), len(shown)) == ("[1] one\n[0] two\n", 1)
+
+
+def test_deferred_and_folded_lines_come_before_a_prompt() -> None:
+    stream, shown = io.StringIO(), []
+    printer = LinesPrinter(stream=stream, publish=shown.append, defers_lines=True, folds=True)
+    for event in [*started(1), LogLines(0, START_S, lines=tuple(map(str, range(700)))), InputAwaited()]:
+        printer.on_event(event)
+    assert stream.getvalue().splitlines()[-2:] == ["698", "699"]
+    assert len(shown) == 1
+    printer.on_event(LogLines(0, START_S, lines=("more",)))
+    printer.close()
+    assert stream.getvalue().endswith("699\nmore\n")
+    assert len(shown) == 1
 
 
 # --- the buttons ------------------------------------------------------------------------------------------------------

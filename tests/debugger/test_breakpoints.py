@@ -123,6 +123,41 @@ def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> Non
     assert shared.run("job.result()").value == 3
 
 
+SHAPES = """
+def shapes():
+    print("the shape")
+    print("an open line", end="")
+    breakpoint()
+    print("the end")
+"""
+
+
+@pytest.mark.parametrize("dashboard", ["auto", "text"])
+def test_output_before_a_prompt_is_shown_before_it(shared: Kernel, dashboard: str) -> None:
+    shared.run(SHAPES)
+    launch = f"notebook_launcher(shapes, num_processes=1, start_method='fork', dashboard={dashboard!r})"
+    cell = shared.submit(launch, is_typed_into=True)
+    for line in ("n", "c"):
+        cell.type(line)
+    cell.wait()
+    assert "the shape\nan open line\nrank 0 at breakpoint()" in cell.stdout, cell.describe()
+    assert "the end\n--Return--" in cell.stdout, cell.describe()
+    assert cell.stdout.count("the shape") == 1
+
+
+def test_a_prompt_in_another_cell_comes_after_earlier_output(shared: Kernel) -> None:
+    shared.run(SHAPES)
+    start = "job = notebook_launcher(shapes, num_processes=1, background=True, dashboard='text')"
+    job = shared.run(start, is_typed_into=True)
+    shared.run("while not job.debugger.prompts: pass")
+    cell = shared.submit("nblaunch.debug()", is_typed_into=True)
+    cell.wait_for_input()
+    job.wait_for(lambda job: "the shape\nan open line" in job.displays[0].data["text/plain"])
+    cell.type("c")
+    cell.wait()
+    shared.run("job.result()")
+
+
 def _start_waiting(kernel: Kernel, name: str) -> None:
     """Start a background job whose two ranks wait at the breakpoint."""
     start = f"{name} = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"

@@ -148,6 +148,15 @@ def test_a_breakpoint_in_a_cell_prompts_once_for_all_ranks(shared: Kernel) -> No
         assert sorted(re.findall(r"^\[[-0-2, ]+\] (\d+)$", cell.stdout, re.MULTILINE)) == ["2", "41"]
 
 
+def test_output_before_a_prompt_is_shown_before_it(shared: Kernel) -> None:
+    cell = shared.submit(
+        "%%ranks 0\nprint('shape')\nprint('open', end='')\nbreakpoint()\nx = 1", is_typed_into=True
+    )
+    cell.type("c")
+    cell.wait()
+    assert "shape\n[0] open\nrank 0 at breakpoint()" in cell.stdout, cell.describe()
+
+
 @pytest.mark.parametrize("command", ["session.run(stops)", "session.execute('stops()')"])
 def test_pdb_shows_only_frames_of_the_command(shared: Kernel, command: str) -> None:
     shared.run("def stops():\n    breakpoint()\n    return 1")
