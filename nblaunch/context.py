@@ -129,6 +129,23 @@ def current() -> ProcessContext:
     return _current
 
 
+def launched_fields(argument: str) -> Mapping[str, Any]:
+    """Return what the launch sets in an argument of ``Accelerator`` that is a plugin: field -> value.
+
+    Plugins that the function makes take from here what it does not pass to them. Outside a worker, this is empty; no
+    context is created, because plugins may also be made in the kernel.
+    """
+    fields: Mapping[str, Any] = {} if _current is None else _current.accelerator_defaults.get(argument, {})
+    return fields
+
+
+def complete_from_launch(plugin: Any, argument: str) -> None:
+    """Set the fields of a plugin that are None to what the launch sets in this argument of ``Accelerator``."""
+    for name, value in launched_fields(argument).items():
+        if getattr(plugin, name) is None:
+            setattr(plugin, name, value)
+
+
 def install(context: ProcessContext | None) -> None:
     """Set the context of this process; None removes it.
 

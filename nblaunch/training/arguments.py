@@ -150,8 +150,7 @@ def resolve_dynamo(
         )
     plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
     if plugin is None:
-        launched = context.current().accelerator_defaults.get("dynamo_plugin") if backend is None else None
-        plugin = TorchDynamoPlugin(backend=backend) if launched is None else TorchDynamoPlugin(**launched)
+        plugin = TorchDynamoPlugin(backend=backend)
     plugin.check()
     return plugin
 
@@ -199,10 +198,8 @@ def resolve_parallelism(config: Any, kept: ParallelismConfig | None) -> Parallel
     None: all ranks are replicas.
     """
     if config is None:
-        launched = context.current().accelerator_defaults.get("parallelism_config")
-        if kept is None and launched is not None:
-            return ParallelismConfig.of_launch(launched)
-        asked = env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
+        is_launched = "parallelism_config" in context.current().accelerator_defaults
+        asked = is_launched or env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
         return kept or (ParallelismConfig() if asked else None)
     if not isinstance(config, ParallelismConfig):
         raise TypeError(f"parallelism_config={config!r:.80} {not_nblaunchs(config, ParallelismConfig)}")
@@ -257,7 +254,7 @@ def plugin_if_none_given(
     launched = context.current().accelerator_defaults
     for name, kind in PLUGINS.items():
         if name in launched:
-            return kind.from_argument(name, kind(**launched[name]))
+            return kind.from_argument(name, kind())
     return ReplicatedPlugin(handlers)
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nblaunch import env, formatting
+from nblaunch import context, env, formatting
 from nblaunch.errors import warn
 from nblaunch.packages import is_installed
 
@@ -261,7 +261,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     Args:
         backend: name of torch's compiler, in upper or lower case; ``"no"``: don't compile. For this field and those
-            below, None means the variable ``ACCELERATE_DYNAMO_BACKEND``, ``..._MODE`` and so on, else ``"no"``.
+            below, None means the launch's setting, or the variable ``ACCELERATE_DYNAMO_BACKEND``, ``..._MODE`` and so
+            on, else ``"no"``.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
         fullgraph: raise an error if a model can't be compiled in one piece.
         dynamic: whether shapes may change; None: torch detects it.
@@ -283,6 +284,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         # Don't check here: checking imports torch's list of compilers, which many plugins never need.
+        context.complete_from_launch(self, "dynamo_plugin")
         if self.backend is None:
             self.backend = env.read("ACCELERATE_DYNAMO_BACKEND") or DynamoBackend.NO
         if self.mode is None:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
-from nblaunch import env, formatting
+from nblaunch import context, env, formatting
 from nblaunch.env import CP_STRATEGIES
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
@@ -61,7 +60,10 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        self.cp_comm_strategy = self.cp_comm_strategy or env.read("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
+        launched = context.launched_fields("parallelism_config").get("cp_comm_strategy")
+        self.cp_comm_strategy = (
+            self.cp_comm_strategy or launched or env.read("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
+        )
         check_choice("cp_comm_strategy", self.cp_comm_strategy, CP_STRATEGIES)
 
 
@@ -83,7 +85,7 @@ class ParallelismConfig:
     """Divides the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
 
     The product of the sizes must equal the number of processes. Sizes that are not set come from the
-    variables ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
+    launch, or from the variables ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
 
     Args:
         dp_replicate_size: number of replicas of the model; each reads its own data.
@@ -123,25 +125,17 @@ class ParallelismConfig:
     _joint: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _ORDER:
-            if getattr(self, f"{name}_size") is None:
-                setattr(self, f"{name}_size", env.read(f"PARALLELISM_CONFIG_{name.upper()}_SIZE"))
-        self.cp_backend = self.cp_backend or "torch"
+        launched = context.launched_fields("parallelism_config")
+        for name in (f"{dimension}_size" for dimension in _ORDER):
+            if getattr(self, name) is None:
+                setattr(self, name, launched.get(name) or env.read(f"PARALLELISM_CONFIG_{name.upper()}"))
+        self.cp_backend = self.cp_backend or launched.get("cp_backend", "torch")
         self.sp_backend = self.sp_backend or "deepspeed"
         if self.tp_enabled and self.tp_handler is None:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_enabled and self.cp_handler is None:
             self.cp_handler = TorchContextParallelConfig()
         self.check()
-
-    @classmethod
-    def of_launch(cls, values: Mapping[str, Any]) -> ParallelismConfig:
-        """Return the configuration of a launch: fields by name, and ``cp_comm_strategy``."""
-        strategy = values.get("cp_comm_strategy")
-        handler = None if strategy is None else TorchContextParallelConfig(strategy)
-        return cls(
-            **{key: value for key, value in values.items() if key != "cp_comm_strategy"}, cp_handler=handler
-        )
 
     def check(self) -> None:
         """Raise the same errors as the constructor if fields that were assigned later are invalid."""

@@ -400,10 +400,10 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         float8 = _library()
         if self.config is None:
-            launched = context.current().accelerator_defaults.get("fp8_recipe", {})
+            context.complete_from_launch(self, "fp8_recipe")
             for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
                 if getattr(self, name) is None:
-                    setattr(self, name, launched.get(name, env.read(f"ACCELERATE_FP8_{name.upper()}")))
+                    setattr(self, name, env.read(f"ACCELERATE_FP8_{name.upper()}"))
             self.config = float8.Float8LinearConfig(
                 pad_inner_dim=self.pad_inner_dim,
                 enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import accelerate.utils
 import numpy as np
 import pytest
 
-from nblaunch import Accelerator, DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, utils
+from nblaunch import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    context,
+    utils,
+)
 from nblaunch.training.options import DistributedDataParallelKwargs, KwargsHandler, TorchDynamoPlugin
 
 
@@ -75,3 +87,66 @@ def test_a_dynamo_plugin_reads_the_environment(
     unknown = TorchDynamoPlugin(backend="nonsense")
     with pytest.raises(ValueError, match="nonsense"):
         Accelerator(dynamo_plugin=unknown)
+
+
+@pytest.fixture
+def launch_sets(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets what the launch sets in arguments of ``Accelerator``."""
+
+    def set_fields(**plugins: Any) -> None:
+        monkeypatch.setattr(context.current(), "accelerator_defaults", plugins)
+
+    return set_fields
+
+
+def test_a_plugin_of_the_script_completes_its_fields_from_the_launch(
+    launch_sets: Callable[..., None],
+) -> None:
+    """As in Accelerate, a script passes a plugin for the fields that the configuration file does not have."""
+    launch_sets(
+        fsdp_plugin={
+            "state_dict_type": "FULL_STATE_DICT", "transformer_cls_names_to_wrap": ["Block"], "cpu_offload": True,
+            "reshard_after_forward": False,
+        },
+        deepspeed_plugin={"zero_stage": 1, "gradient_clipping": 0.5},
+        dynamo_plugin={"backend": "eager", "mode": "max-autotune", "fullgraph": True},
+        parallelism_config={"tp_size": 2, "dp_shard_size": 2},
+    )  # fmt: skip
+    sharding = FullyShardedDataParallelPlugin(
+        activation_checkpointing=True, state_dict_type="SHARDED_STATE_DICT"
+    )
+    assert (sharding.activation_checkpointing, sharding.state_dict_type) == (True, "SHARDED_STATE_DICT")
+    assert (sharding.transformer_cls_names_to_wrap, sharding.cpu_offload) == (["Block"], True)
+    assert sharding.reshard_after_forward is False
+    assert FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHARD").reshard_after_forward is True
+    assert FullyShardedDataParallelPlugin(cpu_offload=False).cpu_offload is False
+
+    deepspeed = DeepSpeedPlugin(gradient_clipping=1.0)
+    assert (deepspeed.zero_stage, deepspeed.gradient_clipping) == (1, 1.0)
+    of_script = DeepSpeedPlugin({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"})
+    assert (of_script.zero_stage, of_script.gradient_clipping) == (3, 0.5)
+
+    compiler = TorchDynamoPlugin(backend="inductor")
+    assert (compiler.backend, compiler.mode, compiler.fullgraph) == ("inductor", "max-autotune", True)
+    assert TorchDynamoPlugin(fullgraph=False).to_kwargs() == {"backend": "eager", "mode": "max-autotune"}
+
+    sizes = ParallelismConfig(tp_size=4)
+    assert (sizes.tp_size, sizes.dp_shard_size, sizes.cp_size) == (4, 2, 1)
+
+
+def test_a_deepspeed_file_of_the_launch_gives_way_to_a_configuration_of_the_script(
+    launch_sets: Callable[..., None],
+) -> None:
+    launch_sets(
+        deepspeed_plugin={"hf_ds_config": {"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}}
+    )
+    of_launch = DeepSpeedPlugin(gradient_clipping=0.7)
+    assert (of_launch.zero_stage, of_launch.gradient_clipping) == (1, 0.7)
+    assert DeepSpeedPlugin({"zero_optimization": {"stage": 3}}).zero_stage == 3
+
+
+def test_plugins_made_in_a_kernel_need_no_context() -> None:
+    context.take()
+    FullyShardedDataParallelPlugin()
+    DeepSpeedPlugin()
+    assert context.take() is None

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from nblaunch import context
 from nblaunch.backends.base import Backend
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
@@ -43,6 +44,9 @@ _DEFAULTS: dict[str, Any] = {
 @dataclass
 class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
+
+    A field that is None comes from the launch (``nblaunch launch``, ``nblaunch.launch``) if it sets the field and the
+    configuration does not.
 
     Needs ``pip install deepspeed``. Pass a DeepSpeed configuration, or set the fields below. If both set the same field
     to different values, the plugin raises an error. ``deepspeed_config`` is the combined configuration. ``prepare``
@@ -101,12 +105,16 @@ class DeepSpeedSettings:
     def __post_init__(self) -> None:
         self._reject_unsupported()
         fields = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        context.complete_from_launch(self, "deepspeed_plugin")
         is_configured = self.hf_ds_config is not None
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config if is_configured else _BATCHES)
         self.deepspeed_config = self.hf_ds_config.config
         for name, value in fields.items():
             set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
+        for name, value in context.launched_fields("deepspeed_plugin").items():
+            if name in _KEYS and get(self.deepspeed_config, _KEYS[name]) in (None, AUTO):
+                put(self.deepspeed_config, _KEYS[name], value)
         if is_configured and _ZERO not in self.deepspeed_config:
             raise ValueError(
                 f"the DeepSpeed configuration has no {_ZERO!r}; set the stage: {{{_ZERO!r}: {{'stage': 2}}}}"

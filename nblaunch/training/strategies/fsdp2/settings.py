@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
 
@@ -55,6 +56,8 @@ class ShardingSettings:
     A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save the
     dict on the main process. ``accelerator.save`` rejects shards.
+
+    A field that is None comes from the launch (``nblaunch launch``, ``nblaunch.launch``) if it sets the field.
 
     Args:
         fsdp_version: must be 2.
@@ -101,7 +104,7 @@ class ShardingSettings:
     backward_prefetch: Any = None
     mixed_precision_policy: Any = None
     auto_wrap_policy: Callable[..., Any] | str | None = None
-    cpu_offload: Any = False
+    cpu_offload: Any = None
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
     state_dict_type: Any = None
     state_dict_config: Any = None
@@ -124,6 +127,7 @@ class ShardingSettings:
                 "leave fsdp_version out. In version 2, reshard_after_forward=True corresponds to FULL_SHARD, and False "
                 "to SHARD_GRAD_OP"
             )
+        self._complete_from_launch()
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
         self.cpu_offload = _offload(self.cpu_offload)
         reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
@@ -153,6 +157,13 @@ class ShardingSettings:
                 warn(
                     f"{setting} has no effect: FSDP version 2, torch's fully_shard, does not have this setting"
                 )
+
+    def _complete_from_launch(self) -> None:
+        """Take the fields that are None from the launch, for example from the file of ``accelerate config``."""
+        given = self.sharding_strategy, self.reshard_after_forward
+        context.complete_from_launch(self, "fsdp_plugin")
+        if given != (None, None):  # two forms of one setting
+            self.sharding_strategy, self.reshard_after_forward = given
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Make ``save_state`` write states of this type from now on; None: the default type."""
