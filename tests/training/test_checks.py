@@ -121,6 +121,18 @@ def test_the_mean_of_as_many_losses_as_micro_steps_is_not_divided_twice() -> Non
             optimizer.zero_grad()
 
 
+def test_a_loss_that_is_multiplied_by_the_micro_steps_is_not_divided_twice() -> None:
+    """A loop that divides by the tokens of the window undoes the division of ``backward`` so."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    layer = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    for inputs, _ in _loader(accelerator):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum() / 7 * accelerator.gradient_accumulation_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def _train_in_shares() -> None:
     """Train a model whose ranks step a share each, and a model of each rank, wrapped for a group of its own."""
     torch.manual_seed(0)

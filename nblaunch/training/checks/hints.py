@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from nblaunch import formatting
+from nblaunch.progress.loss_graphs import divisor_of
 from nblaunch.training.checks.check import Check, Prepared, parameters_of
 from nblaunch.training.checks.replicas import Changes, elements_of
 from nblaunch.training.models import bare_module
@@ -32,12 +33,10 @@ class LossDividedTwice(Check):
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         num_steps = prepared.accumulation.num_steps if options.get("scale_wrt_gas", True) else 1
-        made_by: Any = loss.grad_fn
-        divisor = getattr(made_by, "_saved_other", None) if made_by is not None else None
-        is_number = isinstance(divisor, torch.Tensor) and divisor.ndim == 0 and divisor.device.type == "cpu"
-        if num_steps == 1 or not is_number or float(divisor) != num_steps:  # type: ignore[arg-type]
+        if num_steps == 1 or divisor_of(loss) != num_steps:
             return
-        if _num_terms(made_by.next_functions[0][0]) != num_steps:  # not the mean of several losses
+        divided: Any = loss.grad_fn
+        if _num_terms(divided.next_functions[0][0]) != num_steps:  # not the mean of several losses
             self._count += 1
             if self._count == _NUM_STEPS:
                 self.report(
