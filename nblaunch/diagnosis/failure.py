@@ -253,8 +253,10 @@ def _died_remotely(report: AttemptReport, rank: int, notes: Sequence[str]) -> Fa
 
 
 def _left(mismatch: Explanation, report: AttemptReport) -> bool:
-    """Return whether the ranks at fault have returned."""
-    return bool(mismatch.ranks) and set(mismatch.ranks) <= report.returned.keys()
+    """Return whether the fault of the ranks at fault is that they have returned, not that their calls differ."""
+    return (
+        report.disagreement is None and bool(mismatch.ranks) and set(mismatch.ranks) <= report.returned.keys()
+    )
 
 
 def _mismatched(

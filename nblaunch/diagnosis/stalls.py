@@ -168,7 +168,8 @@ def _activity(standing: Standing, rank: int) -> _Activity:
         if call is None:
             return _Activity("waits", (position.waiting_in, position.place), None, position)
     if call is None:
-        return _Activity("unknown", ())
+        has_none = standing.positions is None and not standing.calls[rank].num_calls
+        return _Activity("behind", ("behind",)) if has_none else _Activity("unknown", ())
     if standing.positions is None and _is_over(standing, call):
         kind = "aborted" if rank in standing.aborted else "behind"
         return _Activity(kind, (kind, call.site.group, call.number), call)
@@ -439,6 +440,8 @@ def _state(side: _Side) -> str:
         return f"{ended} {_what(side.calls[0])} ({places(side.calls)})"
     if side.kind == "behind":
         has = "has" if is_one else "have"
+        if not side.calls:
+            return f"{who} {has} called no collective yet"
         return f"{who} {has} called nothing since {_what(side.calls[0])} ({places(side.calls)})"
     wait = f"{who} {'waits' if is_one else 'wait'} in"
     if not side.calls:

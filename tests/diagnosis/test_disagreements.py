@@ -176,6 +176,16 @@ def test_two_ranks_in_different_places_are_named_without_blame(tmp_path: Path) -
     assert "rank 1" in found.headline
 
 
+def test_a_rank_without_any_call_is_named() -> None:
+    calls = {0: calls_of(reduce()), 1: calls_of(reduce()), 2: RankCalls()}
+    found = explain_stall(Standing(calls))
+    assert found is not None
+    assert found.ranks == (2,)
+    assert found.headline.startswith("rank 2 has called no collective yet; ranks 0 and 1 wait in all_reduce")
+    overwritten = calls | {2: RankCalls(num_calls=1000)}
+    assert explain_stall(Standing(overwritten)) is None
+
+
 def test_ranks_that_all_wait_for_the_same_are_not_explained(tmp_path: Path) -> None:
     assert explain_stall(stand(tmp_path, {rank: [("barrier", 6)] for rank in range(3)})) is None
 
