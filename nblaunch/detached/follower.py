@@ -33,7 +33,7 @@ from nblaunch.detached.folder import (
     Unusable,
     own_layout,
 )
-from nblaunch.detached.listing import OTHER_LAYOUT, ask
+from nblaunch.detached.listing import KILLED, OTHER_LAYOUT, RESTARTED, ask
 from nblaunch.detached.reader import JobReader
 from nblaunch.detached.record import End
 from nblaunch.detached.requests import Endpoint, RemoteRequests
@@ -322,9 +322,7 @@ class JobFollower(Job):
         process = f"the process of {self.id} (pid {self._record.process.pid})"
         logs = f"Logs: {self._folder.path}"
         if self._folder.process_state(self._record) is ProcessState.RESTARTED:
-            return (
-                f"the machine was restarted while {self.id} ran: there is no result. {logs}"
-            ), "the machine was restarted"
+            return f"the machine was restarted while {self.id} ran: there is no result. {logs}", RESTARTED
         if not self._folder.path.exists():
             return (
                 f"the folder of {self.id}, {self._folder.path}, was removed and its process has ended, so there is "
@@ -339,7 +337,7 @@ class JobFollower(Job):
         return (
             f"{process} was killed. Its workers ended with it, and there is no result.{last} Its last output is in "
             f"{self._folder.path / 'job.log'}. {logs}"
-        ), "its process was killed"
+        ), KILLED
 
     def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
         self.status, self.outcome = outcome.status, outcome.with_traceback()

@@ -31,6 +31,8 @@ _MAX_ASKED = 32
 """Number of job processes that are queried at the same time."""
 
 OTHER_LAYOUT = "its events have different fields"
+KILLED = "its process was killed"
+RESTARTED = "the machine was restarted"
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class JobSummary:
         started_s: ``time.time()`` of the launch.
         duration_s: seconds that it ran, or has run so far.
         log_dir: folder with its logs.
-        problem: what is wrong with a damaged job, which version launched it if this one can't attach, or what a job
-            waits for; empty = nothing.
+        problem: why a job was lost, what is wrong with a damaged job, which version launched it if this one can't
+            attach, or what a job waits for; empty = nothing.
         can_attach: whether :func:`nblaunch.attach` can follow it from here.
     """
 
@@ -236,6 +238,7 @@ def _line_of(folder: JobFolder, record: Record, state: ProcessState, end: End | 
         status = "waiting" if problem else "running" if snapshot is not None else "starting"
     else:
         status = "lost"
+        problem = RESTARTED if state is ProcessState.RESTARTED else KILLED
         until_s = record.started_s if snapshot is None else snapshot[1] / 1e9
     can_attach = state is not ProcessState.ELSEWHERE or end is not None
     if record.layout != own_layout():

@@ -289,6 +289,7 @@ def test_killing_the_job_process_loses_the_job(desk: Desk) -> None:
     assert error is not None
     assert str(desk.folder) in error.value
     assert kernel.run("job.status, [one.status for one in nblaunch.jobs()]").value == ("lost", ["lost"])
+    assert desk.command("jobs").stdout.endswith(f"{job_id}: its process was killed\n")
     log = desk.command("logs", job_id)
     assert log.returncode == 0
     assert log.stdout == kernel.run("job.logs(0)").value

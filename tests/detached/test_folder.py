@@ -331,7 +331,8 @@ def test_a_job_lost_by_a_reboot_says_so() -> None:
         pass
     for name in ("record.json", "events"):
         os.utime(folder.path / name, (1.0, 1.0))
-    assert [one.status for one in nblaunch.jobs()] == ["lost"]
+    (listed,) = nblaunch.jobs()
+    assert (listed.status, listed.problem) == ("lost", "the machine was restarted")
     with pytest.raises(JobLost, match="machine was restarted while"):
         nblaunch.attach(dashboard="none").result(180)
 
