@@ -76,7 +76,8 @@ class RankMagics(Magics):
             return self._stop()
         near = difflib.get_close_matches(" ".join(words[:1]), _COMMANDS, n=1)
         hint = f" Did you mean %ranks {near[0]}?" if near and near[0] != words[0] else ""
-        raise ValueError(f"%ranks {' '.join(words)} is not a command.{hint} The commands are {_USAGE}")
+        given = " ".join(("%ranks", *words))
+        raise ValueError(f"{given} is not a command.{hint} The commands are {_USAGE}")
 
     def _named(self, name: str) -> Session:
         session = self.shell.user_ns.get(name)

@@ -83,6 +83,7 @@ def test_rich_values_are_displayed(shared: Kernel) -> None:
 def test_wrong_lines_are_rejected(shared: Kernel) -> None:
     for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x", "%ranks use os"):
         assert shared.run(line, raises="ValueError").error is not None
+    assert shared.run("%ranks", raises="ValueError").raised.value.startswith("%ranks is not a command. The")
     assert shared.run("%ranks status").result == "[0-2] 'idle'"
 
 
