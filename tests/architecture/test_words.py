@@ -56,6 +56,17 @@ def test_words_that_are_not_used() -> None:
     assert not offenders, f"use the words of PyTorch:{listing(offenders)}"
 
 
+def test_files_are_plain_text() -> None:
+    """A control character, which a failed edit can leave behind, hides a file from git diff and grep."""
+    offenders = [
+        f"{path.relative_to(ROOT)} {found[0]!r}"
+        for path in _files()
+        for found in [re.search(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", path.read_text(encoding="utf-8"))]
+        if found
+    ]
+    assert not offenders, listing(offenders)
+
+
 def _files() -> Iterator[Path]:
     yield from sorted(PACKAGE.rglob("*.py"))
     yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
