@@ -233,6 +233,15 @@ def test_functions_and_classes_of_a_notebook_go_by_value() -> None:
     assert there_and_back(namespace["train"])(2) == 18
 
 
+def test_the_memory_of_tensors_is_sent() -> None:
+    tensor = torch.tensor([1.5, 2.5])
+    same, memory, empty = there_and_back((tensor, tensor.untyped_storage(), torch.UntypedStorage(0)))
+    assert torch.tensor([]).set_(memory).tolist() == [1.5, 2.5]
+    assert (memory.nbytes(), empty.nbytes()) == (8, 0)
+    same[0] = 3
+    assert torch.tensor([]).set_(memory).tolist() == [3, 2.5]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_is_sent_in_its_own_format() -> None:
     class Net(nn.Module):

@@ -8,6 +8,8 @@ executors            pools of threads and of processes, both of which start with
 data loaders         without the iterator and processes that ``persistent_workers`` keeps
 TorchScript          compiled and traced modules and functions, in torch's own file format
 
+The memory of a tensor (``UntypedStorage``) is sent as a tensor of bytes, because torch can't read its own file of it.
+
 Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
 file in the fresh process; queues and locks that processes share contain connections and semaphores.
 
@@ -24,6 +26,7 @@ import functools
 import importlib
 import inspect
 import io
+import operator
 import pickle
 import sys
 import types
@@ -213,6 +216,12 @@ def _class_of(module_name: str, name: str) -> Any:
     return getattr(importlib.import_module(module_name), name)
 
 
+def _of_storage(storage: Any) -> Reduction:
+    torch = sys.modules["torch"]
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return operator.methodcaller("untyped_storage"), (data.set_(storage),)
+
+
 _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
@@ -220,6 +229,7 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("typing_extensions", "TypeAliasType", _of_type_alias),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", _reject_iterator),
+    ("torch", "UntypedStorage", _of_storage),
     ("torch.jit", "ScriptModule", _of_script),
     ("torch.jit", "ScriptFunction", _of_script),
     ("multiprocessing.queues", "Queue", _reject("a multiprocessing queue")),
