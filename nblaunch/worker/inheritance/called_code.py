@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,12 +21,17 @@ _MAX_REACHED = 200
 _MAX_MODULES = 3
 """Maximum number of modules in a name, such as the two in ``package.records.add``."""
 
-COUNT = "COUNT"
-"""Operation of an attribute to which code adds, as in ``self.n += 1``."""
+COUNT, COUNT_VARIABLE = "COUNT", "COUNT_VARIABLE"
+"""Operations of an attribute and of a variable to which code adds, as in ``self.n += 1`` and ``n += 1``."""
+
+ANY_NAME = "*"
+"""In the names that code reads: it may read all attributes and variables without naming them."""
 
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _OPERATIONS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
 _OPCODES = {dis.opmap[name] for name in _OPERATIONS}
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_READ_ALL = {"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "globals"}
 
 
 def reached_by(values: Iterable[Any], limit: int = _MAX_REACHED) -> Iterator[FunctionType | type]:
@@ -75,15 +80,16 @@ def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
     """Return the operations that assign attributes and variables defined elsewhere, and the names of these.
 
     Code of nested functions is included. A nested function names the variables of the outer one among its free
-    variables. An attribute with which the code counts also has the operation :data:`COUNT`.
+    variables. An attribute with which the code counts also has the operation :data:`COUNT`, and a variable
+    :data:`COUNT_VARIABLE`.
     """
     assigned: set[tuple[str, str]] = set()
     if not _OPCODES.isdisjoint(code.co_code[::2]):
         before: deque[dis.Instruction] = deque(maxlen=2)  # the second one moves the sum on the stack
         for instruction in dis.get_instructions(code):
             name = instruction.argval
-            if instruction.opname == "STORE_ATTR" and any(map(_is_in_place, before)):
-                assigned.add((COUNT, name))
+            if instruction.opname in _OPERATIONS and any(map(_is_in_place, before)):
+                assigned.add((COUNT if instruction.opname == "STORE_ATTR" else COUNT_VARIABLE, name))
             before.append(instruction)
             if instruction.opname in _OPERATIONS[:-1] or (
                 instruction.opname == _OPERATIONS[-1] and name in code.co_freevars
@@ -93,6 +99,25 @@ def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
         if isinstance(constant, CodeType):
             assigned |= assignments_in(constant)
     return frozenset(assigned)
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_in(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes and outer variables that code reads, not only to add to them.
+
+    Code of nested functions is included, and :data:`ANY_NAME` if it reads attributes without naming them.
+    """
+    num_reads: Counter[str] = Counter()
+    before: deque[dis.Instruction] = deque(maxlen=2)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _LOADS:
+            num_reads[instruction.argval] += 1
+        elif instruction.opname in _OPERATIONS and any(map(_is_in_place, before)):
+            num_reads[instruction.argval] -= 1
+        before.append(instruction)
+    read = {name for name, number in num_reads.items() if number > 0}
+    nested = (reads_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(read).union(*nested, () if read.isdisjoint(_READ_ALL) else (ANY_NAME,))
 
 
 def _is_in_place(instruction: dis.Instruction) -> bool:

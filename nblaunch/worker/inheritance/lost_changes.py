@@ -101,10 +101,11 @@ class Changes:
         values += [each for reached in functions for each in called_code.variables(reached)]
         operations = {each for reached in functions for each in called_code.assignments_in(reached.__code__)}
         counted = {name for operation, name in operations if operation == called_code.COUNT}
-        self._finder = finder = result_variables.Finder(is_forked, collected.values(), counted)
+        reads = {name for reached in functions for name in called_code.reads_in(reached.__code__)}
+        self._finder = finder = result_variables.Finder(is_forked, collected.values(), counted, reads)
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         for reached in functions:
-            self._variables += result_variables.assigned(reached)
+            self._variables += result_variables.assigned(reached, reads)
             self._variables += finder.of_modules(called_code.modules(reached))
         outside = {name: each for name, each in finder.optimizers.items() if id(each) not in in_args}
         self._optimizers_outside = list(_optimizers(outside))
@@ -157,7 +158,7 @@ def _changed(variables: Sequence[Variable], kept: set[int]) -> list[str]:
 def _has_changed(variable: Variable, kept: set[int]) -> bool:
     try:
         value = variable.get()
-        return id(value) not in kept and variable.has_changed(value)
+        return not variable.is_kept(value, kept) and variable.has_changed(value)
     except Exception:  # a user's container may raise an error after it was changed
         return False
 
@@ -247,5 +248,5 @@ def _kept_in(returned: Any) -> set[int]:
                 parts = dict.values(value) if issubclass(kind, dict) else iter(value)
                 pending.extend(islice(parts, _MAX_RETURNED))
             if not issubclass(kind, (type, ModuleType, FunctionType)):
-                pending.extend(object.__getattribute__(value, "__dict__").values())
+                pending.extend(result_variables.held_by(value).values())
     return kept

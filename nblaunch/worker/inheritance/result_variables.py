@@ -11,7 +11,7 @@ import argparse
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -41,19 +41,28 @@ class Finder:
         is_forked: whether this worker may share memory with the kernel.
         collected: modules whose weights are sent back to the kernel.
         counted: names of attributes with which the code counts, as in ``self.n += 1``.
+        reads: names that the code reads, not only to count.
 
     Attributes:
         modules: variables that hold modules whose weights the kernel does not get.
         optimizers: name -> optimizer, for each that was found.
     """
 
-    def __init__(self, is_forked: bool, collected: Iterable[Any], counted: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        is_forked: bool,
+        collected: Iterable[Any],
+        counted: Iterable[str] = (),
+        reads: Set[str] = frozenset(),
+    ) -> None:
         self.modules: list[Variable] = []
         self.optimizers: dict[str, Any] = {}
         self._watcher = Watcher(is_forked)
         self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}
         self._counted = set(counted)
+        self._reads = reads
         self._seen: set[int] = set()
+        self._examined: set[int] = set()
         self._owners: list[tuple[str, Any, set[str]]] = []
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[Variable]:
@@ -71,9 +80,9 @@ class Finder:
             self._owners.append((name, module, set(vars(module))))
             for attribute in sorted(assigned & vars(module).keys()):
                 if not is_for_itself(attribute):
-                    is_counted = attribute in self._counted
                     before = vars(module)[attribute]
-                    yield _attribute(f"{name}.{attribute}", module, attribute, before, is_counted=is_counted)
+                    is_counted = attribute in self._counted
+                    yield self._attribute(f"{name}.{attribute}", module, before, is_counted=is_counted)
 
     def new_attributes(self, kept: set[int]) -> Iterator[str]:
         """Yield the names of attributes that hold results and did not exist before the call.
@@ -83,14 +92,18 @@ class Finder:
         """
         for name, owner, before in self._owners:
             is_function = isinstance(owner, FunctionType)
-            for attribute, value in list(vars(owner).items()):
-                if attribute in before or is_for_itself(attribute) or id(value) in kept:
+            for attribute, value in held_by(owner).items():
+                if (
+                    attribute in before
+                    or is_for_itself(attribute)
+                    or not kept.isdisjoint((id(value), id(owner)))
+                ):
                     continue
                 with suppress(Exception):  # raised by the user's classes
-                    # If the class defines this name, the attribute is a cached_property or the like.
-                    if not hasattr(type(owner), attribute) and watched_values.is_new_result(
-                        attribute, value, is_of_function=is_function
-                    ):
+                    # If the class defines this name, the attribute is a cached_property or the like, or a slot.
+                    defined = getattr(type(owner), attribute, NO_VALUE)
+                    is_new = defined is NO_VALUE or isinstance(defined, MemberDescriptorType)
+                    if is_new and watched_values.is_new_result(attribute, value, is_of_function=is_function):
                         yield f"{name}.{attribute}"
 
     def _variables(self, name: str, value: Any, depth: int) -> Iterator[Variable]:
@@ -116,6 +129,7 @@ class Finder:
             yield from self._of_items(name, value, depth)
         if has_changed is None and depth < _MAX_DEPTH:
             self._remember(name, value)
+            self._examined.add(id(value))
             for attribute, part in list(self._attributes(value).items()):
                 yield from self._of_attribute(name, value, attribute, part, depth)
 
@@ -129,10 +143,9 @@ class Finder:
 
     def _remember(self, name: str, value: Any) -> None:
         """Remember which attributes the user's object, class or function has now."""
-        if _has_own_attributes(value) and not isinstance(value, (MethodType, Enum)):
-            held = getattr(value, "__dict__", None)
-            if held is not None and not packages.is_subclass(type(value), _DATASET):
-                self._owners.append((name, value, set(held)))
+        is_left_out = isinstance(value, (MethodType, Enum)) or packages.is_subclass(type(value), _DATASET)
+        if _has_own_attributes(value) and not is_left_out:
+            self._owners.append((name, value, set(held_by(value))))
 
     def _of_attribute(
         self, name: str, value: Any, attribute: str, part: Any, depth: int
@@ -149,7 +162,7 @@ class Finder:
         if not is_dataset and not is_for_itself(attribute):
             # An iterator, sampler or loader counts its positions and epochs for itself.
             is_counted = attribute in self._counted and not hasattr(type(value), "__iter__")
-            yield _attribute(where, value, attribute, part, is_counted=is_counted)
+            yield self._attribute(where, value, part, is_counted=is_counted)
 
     def _of_module(self, name: str, module: Any) -> Iterator[Variable]:
         """Watch a module's tensors if the kernel does not get them; yield other attributes that may keep results."""
@@ -161,7 +174,7 @@ class Finder:
                 if isinstance(part, watched_values.CONTAINERS):
                     yield from self.variables(f"{name}.{attribute}", part, depth=1)
                 elif not is_for_itself(attribute):
-                    yield _attribute(f"{name}.{attribute}", module, attribute, part, kind=float)
+                    yield self._attribute(f"{name}.{attribute}", module, part, kind=float)
         if hasattr(module, "_update_count"):  # a metric of torchmetrics
             num_updates = module._update_count
             yield Variable(name, lambda: module, lambda _: module._update_count > num_updates)
@@ -185,6 +198,28 @@ class Finder:
         held = None if value is kind else getattr(value, "__dict__", None)
         return attributes | held if isinstance(held, dict) else attributes
 
+    def _attribute(
+        self, where: str, owner: Any, before: Any, *, kind: type = object, is_counted: bool = False
+    ) -> Variable:
+        """Watch an attribute, whose name ends ``where``, for another value, which must be of a kind."""
+        attribute = where.rpartition(".")[2]
+
+        def get() -> Any:
+            # The variable of a class is also an attribute of its objects and subclasses, but it is named only once.
+            holder = _class_with(owner, attribute)
+            return (
+                before
+                if holder is not None and id(holder) in self._examined
+                else getattr(owner, attribute, None)
+            )
+
+        def has_changed(value: Any) -> bool:
+            is_new = value is not before and isinstance(value, kind)
+            return is_new and watched_values.is_kept(attribute, before, value, is_counted=is_counted)
+
+        is_only_counted = is_counted and self._reads.isdisjoint((attribute, called_code.ANY_NAME))
+        return Variable(where, get, has_changed, owner, is_only_counted)
+
     def _tensors(self, name: str, value: Any) -> Iterator[Variable]:
         with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
             is_own = is_for_itself(name.rpartition(".")[2])
@@ -206,6 +241,26 @@ def _has_own_attributes(value: Any) -> bool:
     return kind in _NAMESPACES or is_users(module_of(kind))
 
 
+def held_by(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself stores, in its dictionary or in slots of the user's classes."""
+    held = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        if is_users(module_of(kind)):
+            slots = (name for name, part in vars(kind).items() if isinstance(part, MemberDescriptorType))
+            held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return held
+
+
+def _class_with(owner: Any, attribute: str) -> type | None:
+    """Return the class whose variable an attribute of an object, or of another class, is; None if it is its own."""
+    if attribute in getattr(owner, "__dict__", ()):
+        return None
+    kinds = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
+    holder = next((kind for kind in kinds if attribute in vars(kind)), None)
+    is_slot = holder is not None and isinstance(vars(holder)[attribute], MemberDescriptorType)
+    return None if is_slot else holder
+
+
 def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
     """Return the variables of a class, and those attributes of one of its objects that are stored in slots."""
     attributes = {}
@@ -218,24 +273,19 @@ def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _attribute(
-    where: str, owner: Any, attribute: str, before: Any, kind: type = object, is_counted: bool = False
-) -> Variable:
-    """Watch an attribute for another value, which must be of a kind."""
-
-    def has_changed(value: Any) -> bool:
-        is_new = value is not before and isinstance(value, kind)
-        return is_new and watched_values.is_kept(attribute, before, value, is_counted=is_counted)
-
-    return Variable(where, lambda: getattr(owner, attribute, None), has_changed)
-
-
 # --- assigned variables ----------------------------------------------------------------------------------------------
 
 
-def assigned(function: FunctionType) -> Iterator[Variable]:
-    """Yield the variables that a function assigns but that are defined outside it."""
+def assigned(function: FunctionType, reads: Set[str]) -> Iterator[Variable]:
+    """Yield the variables that a function assigns but that are defined outside it.
+
+    Args:
+        function: the function.
+        reads: names that it and other code read, not only to count.
+    """
     stored = called_code.assignments_in(function.__code__)
+    counted = {name for operation, name in stored if operation == called_code.COUNT_VARIABLE}
+    only_counted = counted - reads if called_code.ANY_NAME not in reads else set()
     names = {name for operation, name in stored if operation == "STORE_GLOBAL"}
     is_in_notebook = function.__module__ == "__main__"
     variables = vars(sys.modules["__main__"]) if is_in_notebook else function.__globals__
@@ -244,17 +294,18 @@ def assigned(function: FunctionType) -> Iterator[Variable]:
             yield _assignable(
                 called_code.full_name(function, name),
                 functools.partial(variables.get, name, NO_VALUE),
+                name in only_counted,
             )
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if ("STORE_DEREF", name) in stored and not is_for_itself(name):
-            yield _assignable(name, functools.partial(content_of, cell))
+            yield _assignable(name, functools.partial(content_of, cell), name in only_counted)
 
 
-def _assignable(name: str, get: Callable[[], Any]) -> Variable:
+def _assignable(name: str, get: Callable[[], Any], is_only_counted: bool) -> Variable:
     before = get()
 
     def has_changed(value: Any) -> bool:
         is_plain = issubclass(type(value), _PLAIN) or packages.is_subclass(type(value), *_ARRAYS)
         return value is not before and type(value) is not bool and is_plain
 
-    return Variable(name, get, has_changed)
+    return Variable(name, get, has_changed, is_only_counted=is_only_counted)

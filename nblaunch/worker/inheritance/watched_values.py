@@ -26,7 +26,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -76,11 +76,29 @@ class Variable(NamedTuple):
         name: its name, as in ``tracker.values``.
         get: returns its value.
         has_changed: whether a value differs from the value before the call.
+        owner: the object that has it as an attribute; None = unknown, or a variable.
+        is_only_counted: whether the code only adds to it, and never reads it.
     """
 
     name: str
     get: Callable[[], Any]
     has_changed: Callable[[Any], bool]
+    owner: Any = None
+    is_only_counted: bool = False
+
+    def is_kept(self, value: Any, kept: Set[int]) -> bool:
+        """Return whether the kernel gets the variable's value.
+
+        All small integers of a process with the same value are one object, so that the number in a counter and an
+        equal one that the function returns can't be distinguished by their identity.
+
+        Args:
+            value: the value.
+            kept: ids of the objects that are sent back to the kernel.
+        """
+        if self.owner is not None and id(self.owner) in kept:
+            return True
+        return id(value) in kept and not (self.is_only_counted and type(value) is int)
 
 
 class Watcher:

@@ -368,6 +368,31 @@ def function(model):
 """
 
 
+COUNTERS = """
+import types
+class Counted:
+    n, shown = 0, 0
+    def step(self): type(self).n += 1
+class Slots:
+    __slots__ = "n", "score", "losses"
+    def __init__(self): self.n, self.losses = 0, []
+counted, slots, returned, space, total, num = Counted(), Slots(), Slots(), types.SimpleNamespace(n=0, best=None), 0, 0
+def function():
+    global total, num
+    counted.step(); Counted.shown += 1; slots.n += 1; slots.score = 0.5
+    space.n += 1; space.best = 0.5; total += 1; num += 1
+    returned.n += 1; returned.losses.append(1)
+    return 1, num, returned, print(Counted.shown)
+"""
+
+
+def test_each_counter_is_named_once_even_if_an_equal_number_is_returned(shared: Kernel) -> None:
+    shown = shared.run(f"{COUNTERS}\nnblaunch.notebook_launcher(function, num_processes=1)").shown
+    (note,) = {line for line in shown.splitlines() if "the notebook's variables keep their values" in line}
+    names = names_in(note)
+    assert sorted(names) == ["Counted.n", "slots.n", "slots.score", "space.best", "space.n", "total"]
+
+
 def test_results_kept_in_functions_modules_and_libraries_objects_are_named(tmp_path: Path) -> None:
     (tmp_path / "records.py").write_text(RECORDS)
     with Kernel.start(cwd=tmp_path) as kernel:
@@ -379,7 +404,6 @@ def test_results_kept_in_functions_modules_and_libraries_objects_are_named(tmp_p
         "records.best",
         "Scores.values",
         "Scores.best",
-        "records.scores.best",
         "records.scores.losses",
         "records.latest_loss",
         "log.values",
