@@ -300,6 +300,43 @@ def add():
     assert cell.value == (2, "fork")
 
 
+FLIGHT = """
+import grpc, pyarrow.flight
+from nblaunch import last_job, notebook_launcher
+client = pyarrow.flight.connect("grpc://127.0.0.1:1")
+try:
+    list(client.list_actions())
+except pyarrow.flight.FlightUnavailableError:
+    pass
+"""
+RAY_THREADS = """
+import ctypes, ray, threading
+def waits(name):
+    ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME
+    named.wait(); release.wait()
+named, release = threading.Barrier(2), threading.Event()
+thread = threading.Thread(target=waits, args=(b"gcs_client_io_s",)); thread.start(); named.wait()
+"""
+
+
+def test_channels_that_libraries_hold_are_not_the_user_s_to_close(kernel: Kernel) -> None:
+    """Ray's thread outlives ``ray.shutdown()``; here, another thread has its name, because a cluster starts slowly."""
+    kernel.run(FLIGHT)
+    launch = "notebook_launcher(lambda: 1, num_processes=1), last_job().plan.start_method"
+    cell = kernel.run(launch)
+    assert cell.value == (1, "forkserver")
+    assert (
+        "closed, including the clients and servers of pyarrow.flight; the kernel needs no restart"
+        in cell.shown
+    )
+    kernel.run(RAY_THREADS)
+    cell = kernel.run(launch)
+    assert cell.value == (1, "forkserver")
+    assert "Ray keeps such threads until this process ends" in cell.shown
+    assert "closed" not in cell.shown
+    kernel.run("release.set(); thread.join(); client.close()")
+
+
 def test_a_forkserver_does_not_fork_if_the_function_s_module_runs_grpc(
     kernel: Kernel, tmp_path: Path
 ) -> None:

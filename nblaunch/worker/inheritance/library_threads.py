@@ -51,15 +51,17 @@ class Library:
         return any(re.fullmatch(self.thread, name) for name in _thread_names())
 
 
+_RAY = Library(
+    "ray",
+    "gcs_client_io_s",
+    harm="which this process has already used: forked workers would give their objects the same IDs",
+)
+
 _DASK_CLIENTS = ("distributed.client", "_global_clients")
 
 LIBRARIES = (
     # Ray comes before grpc, because it contains grpc. Its threads remain after ray.shutdown().
-    Library(
-        "ray",
-        "gcs_client_io_s",
-        harm="which this process has already used: forked workers would give their objects the same IDs",
-    ),
+    _RAY,
     Library("polars", r"polars-\d+"),
     Library(
         "grpc",
@@ -67,7 +69,7 @@ LIBRARIES = (
         # Its handlers run at every fork (pthread_atfork). In the child, they start its threads again, which abort if
         # the fork has copied an event poller in the middle of a change.
         hazard="gRPC runs threads in this process, and its fork handlers crash some workers, even if their function "
-        "does not use gRPC; forks are safe again once its channels and servers are closed",
+        "does not use gRPC",
     ),
     Library("jax", "tf_XLAEigen"),
     Library("jaxlib", "tf_XLAEigen"),  # the module of jax's arrays and compiled functions
@@ -91,7 +93,7 @@ def find_hazard(call: FunctionCall) -> str | None:
     running = [library for library in LIBRARIES if library.is_running()]
     for library in running:
         if library.hazard:
-            return library.hazard
+            return f"{library.hazard}; {_end_of_grpc()}"
     if not running and not _runs_tokio():
         return None
     names = _libraries_of(call)
@@ -105,6 +107,16 @@ def find_hazard(call: FunctionCall) -> str | None:
         if users:
             return f"the function uses {users[0]}, which requires {library.name}, {library.harm}"
     return None
+
+
+def _end_of_grpc() -> str:
+    """Return when the threads of gRPC end. Ray and pyarrow contain gRPC, whose channels the user does not see."""
+    if _RAY.is_running():
+        return "Ray keeps such threads until this process ends, and there is nothing to close"
+    closed = "forks are safe again once its channels and servers are closed"
+    if "pyarrow._flight" in sys.modules:
+        return f"{closed}, including the clients and servers of pyarrow.flight"
+    return closed
 
 
 def _thread_names() -> set[str]:
