@@ -37,6 +37,7 @@ from nblaunch.progress import batches
 from nblaunch.progress.loss_graphs import OwnUpdates, divisor_of
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.progress.same_samples import FirstLosses, SameSamples
+from nblaunch.progress.sampler_epochs import SamplerEpochs
 from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import SpanKind, start_of
 
@@ -246,6 +247,7 @@ class PlainLoops:
         self._first_losses = FirstLosses(here)
         self._own_updates = OwnUpdates(here.slot)
         self._same_samples = SameSamples(here)
+        self._sampler_epochs = SamplerEpochs(here)
 
     @property
     def is_given_up(self) -> bool:
@@ -284,6 +286,8 @@ class PlainLoops:
         """End the loop over a loader."""
         for reading in self._readings:
             if reading.iterator() is iterator:
+                if reading.trains:
+                    self._sampler_epochs.end_epoch(iterator)
                 reading.num_late = reading.num_ahead if reading.trains else 0
                 if not reading.num_late:
                     self._end(reading)

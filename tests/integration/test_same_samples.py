@@ -224,7 +224,7 @@ RIGHT = {
     loop(model, DataLoader(Subset(DATA, range(32)), 8), epochs=10)""",
     "few samples": """begin()
     few = Subset(DATA, range(5))
-    loop(ddp(), DataLoader(few, 1, sampler=DistributedSampler(few)), epochs=20)
+    loop(ddp(), DataLoader(few, 1, sampler=DistributedSampler(few, shuffle=False)), epochs=20)
     loop(ddp(), DataLoader(few, 5), epochs=20)""",
     "equal samples": """begin()
     repeated = TensorDataset(*(part[:5].repeat(80, 1) for part in DATA.tensors))

@@ -183,8 +183,18 @@ WRONG = {
     sampler = torch.utils.data.DistributedSampler(loader.dataset)
     loader = DataLoader(loader.dataset, 8, sampler=sampler)
     for epoch in range(4):
-        for batch in loader:
-            accelerator.backward(loss_of(model, batch))  # here
+        for batch in loader:  # here
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "epoch_not_set=": """
+    torch.distributed.init_process_group("gloo")
+    model, optimizer, loader = parts(rows=72)
+    model = nn.parallel.DistributedDataParallel(model)
+    loader = DataLoader(loader.dataset, 8, sampler=torch.utils.data.DistributedSampler(loader.dataset))
+    for epoch in range(3):
+        for batch in loader:  # here
+            loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()""",
     "equal_noise": """

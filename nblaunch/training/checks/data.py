@@ -1,6 +1,7 @@
 """Checks for loaders that were not prepared, and for loader processes that draw the same random numbers.
 
-Without ``prepare``, ranks may read the same samples, or every epoch may have the same order.
+Without ``prepare``, ranks may read the same samples. :mod:`nblaunch.progress.sampler_epochs` finds epochs with equal
+orders, in all loops.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from nblaunch.progress.plain_loops import plain_loops
 from nblaunch.training.checks.check import Check, Prepared
 
 _NUM_COMPARED = 3  # batches in a row
-_NUM_EPOCHS = 3
 
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
@@ -94,57 +93,6 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
         return batch
 
     iterator._next_data = read_and_digest
-
-
-@dataclass(eq=False)
-class _Epochs:
-    """Counts consecutive loops over a sampler in one epoch, except loops that were cut short, as in a trial run.
-
-    Args:
-        epoch: the epoch of the sampler.
-        count: number of loops.
-        last: iterator of the last loop.
-        is_cut_short: whether the last loop ended before the last batch.
-    """
-
-    epoch: int = -1
-    count: int = 0
-    last: weakref.ref[Any] | None = None
-    is_cut_short: bool = False
-
-    def add(self, iterator: Any, sampler: Any) -> int:
-        """Add a step of a loop, and return the number of loops."""
-        if self.last is None or self.last() is not iterator:
-            self.count = self.count + (not self.is_cut_short) if self.epoch == sampler.epoch else 1
-            self.epoch, self.last = sampler.epoch, weakref.ref(iterator)
-        self.is_cut_short = iterator._num_yielded < len(iterator._index_sampler)
-        return self.count
-
-
-class FixedOrder(Check):
-    """A ``DistributedSampler`` stays in one epoch, so every epoch has the same order."""
-
-    name = "epoch_not_set"
-
-    def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[Any, _Epochs] = weakref.WeakKeyDictionary()
-
-    def begin_window(self) -> None:
-        for seen in self._seen.values():
-            seen.is_cut_short = False  # the rest of its loop was not examined
-
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        iterator = _unprepared_iterator(prepared)
-        sampler = _sampler_of(iterator)
-        if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:
-            return
-        seen = self._seen.setdefault(sampler, _Epochs())
-        if seen.add(iterator, sampler) == _NUM_EPOCHS:
-            self.report(
-                f"{_NUM_EPOCHS} epochs in a row read the samples in the same order, because DistributedSampler stays "
-                f"in epoch {sampler.epoch}",
-                "Call sampler.set_epoch(epoch) before each epoch, or pass the DataLoader to accelerator.prepare()",
-            )
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------

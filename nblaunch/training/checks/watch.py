@@ -18,7 +18,7 @@ from nblaunch import env
 from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
 from nblaunch.training.checks.check import Check, Prepared
-from nblaunch.training.checks.data import EqualNoise, FixedOrder, SameSamples
+from nblaunch.training.checks.data import EqualNoise, SameSamples
 from nblaunch.training.checks.gradients import (
     CollapsedScale,
     ForeignParameters,
@@ -43,7 +43,7 @@ from nblaunch.training.checks.schedules import ScheduledEpochs, ScheduledMicroSt
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ScaledClipping, ZeroLearningRate, ScheduledMicroSteps,
     DifferentReplicas, DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
-    SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
+    SameSamples, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
     UntrainedParameters, NeverStepped, MetricOfOneShare, DifferentOrders, ScheduledEpochs,
 )  # fmt: skip
 """All checks."""
