@@ -15,8 +15,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,12 @@ _numbers = itertools.count()
 _is_timeout_extended = False
 
 _connections: dict[int, tuple[int, int]] = {}
-"""Sockets of gloo's named default group: descriptor -> identity, because numbers may be reused."""
+"""Sockets of the named default group, if it uses gloo, and of all other groups that use gloo: descriptor -> identity,
+because numbers may be reused.
+"""
+
+_open_before: dict[int, tuple[int, int]] | None = None
+"""The sockets that were open before this process began to form a group; None while it forms none."""
 
 _abandoned: list[Any] = []
 
@@ -69,18 +74,41 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     rank, size = topology.rank, topology.world_size
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     store = None
-    if _name:
-        # On the shared store, torch would mistake an earlier group's keys for keys of the next group.
-        common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
-        store = dist.PrefixStore(_name, common)
-    may_break_off = bool(_name) and dist_backend == "gloo"
-    before = _open_sockets() if may_break_off else {}
-    dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
-    if may_break_off:
-        _connections.clear()
-        _connections.update(
-            {fd: identity for fd, identity in _open_sockets().items() if before.get(fd) != identity}
-        )
+    with _noting_connections() if dist_backend == "gloo" else nullcontext():
+        if _name:
+            _forget_unfinished()
+            # On the shared store, torch would mistake an earlier group's keys for keys of the next group.
+            common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
+            store = dist.PrefixStore(_name, common)
+        dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
+
+
+def _forget_unfinished() -> None:
+    """Forget a group whose forming was interrupted.
+
+    Otherwise, torch would give the next group another number than on ranks that had not begun to form this one.
+    """
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    _abandoned.extend(world.pg_map)  # destroying a group may wait for its threads
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, name, {}).clear()
+    world.group_count = 0
+
+
+@contextmanager
+def _noting_connections() -> Iterator[None]:
+    """Note the sockets that are opened in the block, so that :func:`disconnect` finds them, even during the block."""
+    global _open_before
+    if not _name or _open_before is not None:
+        yield
+        return
+    before = _open_sockets()
+    try:
+        _open_before = before
+        yield
+    finally:
+        _connections.update(_opened_since(before))
+        _open_before = None
 
 
 def extend_collective_timeout() -> None:
@@ -177,7 +205,8 @@ def _wait_interruptibly(c10d: Any, *, master_port: int) -> None:
     ) -> Any:
         if not ranks and _port_of(store) == master_port:  # the list is empty for the default group
             _wait_for_all(store, size, kwargs.get("timeout") or _TIMEOUT)
-        return create(size, rank, ranks, backend, store, *args, **kwargs)
+        with _noting_connections() if str(backend).endswith("gloo") else nullcontext():
+            return create(size, rank, ranks, backend, store, *args, **kwargs)
 
 
 def _port_of(store: Any) -> int | None:
@@ -248,11 +277,22 @@ def leave() -> None:
 
 
 def break_off() -> None:
-    """Leave the group immediately, if there is one: waiting collectives fail, here and on the connected ranks.
+    """Leave all groups immediately, if there are any: waiting collectives fail, here and on the connected ranks.
 
     Gloo closes its connections only when the last reference to the group is dropped, and a prepared model holds one.
     """
-    for fd, identity in _connections.items():
+    disconnect()
+    _connections.clear()
+    leave()
+
+
+def disconnect() -> None:
+    """Shut down the connections of groups that use gloo, also of a group that is being formed. Safe in any thread.
+
+    Native code that waits for a rank or for the job's store then raises an error.
+    """
+    before = _open_before  # read once, because the main thread may finish the group
+    for fd, identity in (dict(_connections) | ({} if before is None else _opened_since(before))).items():
         with suppress(OSError):
             if _identity_of_socket(fd) == identity:
                 with socket.socket(fileno=os.dup(fd)) as connection:
@@ -260,8 +300,11 @@ def break_off() -> None:
                     # socket were shut down.
                     connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
-    _connections.clear()
-    leave()
+
+
+def _opened_since(before: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Return the sockets of this process that are not in ``before``."""
+    return {fd: identity for fd, identity in _open_sockets().items() if before.get(fd) != identity}
 
 
 def _open_sockets() -> dict[int, tuple[int, int]]:
