@@ -17,11 +17,13 @@ from typing import Any
 
 from nblaunch import debugging, formatting
 from nblaunch.errors import JobCancelled, LaunchError, PayloadError
+from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, CommandReport, SessionOutput
+from nblaunch.session.release import Release
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.pickling import payload, pickle_errors
@@ -29,16 +31,10 @@ from nblaunch.wire.stop_agreement import BOUNDARY_S, StopAgreement, on_boundary
 from nblaunch.wire.worker_commands import Close, Execute, LeaveGroup, RunFunction, SessionCommand
 
 _TICK_S = 0.1
-_PATIENCE_S = 0.5
-"""Time from the first failure until the client releases running ranks that may be waiting for failed ranks."""
-
 _BOUNDARY_TICK_S = 0.01
 """Seconds between checks while ranks agree on a last optimizer step. The ranks reply through memory, which does not
 wake the client.
 """
-
-_INTERRUPTED_PATIENCE_S = 0.1
-"""Like ``_PATIENCE_S``, but after an interrupt."""
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
@@ -67,6 +63,8 @@ class SessionClient:
         self._boundary: StopAgreement | None = None
         """Agreement on an optimizer step: an interrupt of the command is raised on all ranks just before it."""
         self._boundary_until_s = 0.0
+        self._killed = ""
+        """Why the ranks were killed, if the client has killed them without a second interrupt."""
         self.busy_since_s = 0.0
         self.num_interrupts = 0
 
@@ -213,7 +211,8 @@ class SessionClient:
         self.close()
         outcome = self._runner.outcome
         if outcome is not None and outcome.status == "cancelled":
-            raise JobCancelled(f"the ranks were killed by a second interrupt or close(); {ENDED}")
+            killed = self._killed or "the ranks were killed by a second interrupt or close()"
+            raise JobCancelled(f"{killed}; {ENDED}")
         if outcome is not None and outcome.error is not None:
             set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), ENDED])
             outcome.raise_error()
@@ -233,22 +232,23 @@ class SessionClient:
         Raises:
             WorkerDied: a rank has ended without a result.
         """
-        leaving: set[int] = set()
-        failed_since_s: float | None = None
+        release: Release | None = None
         # The death of a rank ends the session.
         while (report.busy or self._output.ended) and self._runner.is_running:
             self._output.wait(_BOUNDARY_TICK_S if self._awaits_boundary() else _TICK_S)
             self._do_between_waits()
-            if self.num_interrupts or report.failed:
-                failed_since_s = failed_since_s or time.monotonic()
-            if report.busy and self._is_over(failed_since_s) and not self._awaits_boundary():
-                self._free_waiting(leaving)
+            is_interrupted = self.num_interrupts > 0
+            if release is None and (is_interrupted or report.failed):
+                release = Release(report, self._runner.requests, is_interrupted=is_interrupted)
+            if release is not None and report.busy and not self._awaits_boundary():
+                self._free_waiting(release, is_interrupted=is_interrupted)
+        self._killed = release.killed if release is not None else ""
         self._has_torch |= report.has_torch
         if report.unfinished or self._was_stopped(report):
             self.raise_end()
         # If no rank has failed, each has handled the interrupt and returned.
         report.interrupted = self.num_interrupts > 0 and bool(report.failed)
-        has_failed = leaving or self.num_interrupts or (is_joint and report.failed)
+        has_failed = (release and release.leaving) or self.num_interrupts or (is_joint and report.failed)
         if has_failed and len(self._connections) > 1:
             self._group += 1  # ranks may be stuck in this group, so the next command forms another
 
@@ -286,22 +286,17 @@ class SessionClient:
         self._boundary = None
         return False
 
-    def _is_over(self, failed_since_s: float | None) -> bool:
-        """Return whether running ranks have had enough time to finish on their own since the first failure."""
-        patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
-        return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
-
-    def _free_waiting(self, leaving: set[int]) -> None:
-        """Interrupt the busy ranks, and let the others leave the group unless they are already ``leaving``.
-
-        Ranks in a collective return once the ranks that they wait for have left the group. A rank that was
-        interrupted inside a collective leaves only after the collective ends, so nothing waits for it.
-        """
+    def _free_waiting(self, release: Release, *, is_interrupted: bool) -> None:
+        """Interrupt the busy ranks, and ask ranks to leave their groups; kill all ranks if that does not help."""
+        if not release.is_due(is_interrupted=is_interrupted):
+            return
         self._signal(self.busy)
-        for rank in self._connections.keys() - self.busy - leaving:
-            leaving.add(rank)
+        for rank in release.take_leaving(self._connections.keys()):
             with suppress(OSError, KeyError):  # a command that waits for the rank reports its end
                 self._connections[rank].send(LeaveGroup())
+        if note := release.take_note(is_interrupted=is_interrupted):
+            self._output.on_event(Note.of_job(note))
+        release.kill_late(self._output.progress())
 
     def _signal(self, ranks: Iterable[int]) -> None:
         pids = self._runner.pids

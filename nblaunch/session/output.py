@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from nblaunch.dashboard import Dashboard
+from nblaunch.diagnosis import hang
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import (
     AttemptStarted,
@@ -147,6 +148,12 @@ class SessionOutput:
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Keep the state of every rank that has begun the command; other ranks still report their previous command."""
         self._readings = [reading for reading in readings if reading.rank in self.command.begun]
+
+    def progress(self) -> object:
+        """Return counters of the ranks that have begun the command; progress changes one of them."""
+        num_sent = [len(states) for states in self.command.sent_states.values()]
+        now_s = time.monotonic()
+        return num_sent, [hang.progress_of(now_s, reading, 0, 0) for reading in self._readings]
 
     def close(self) -> None:
         """Do nothing, because the cell shows the remaining events."""

@@ -8,19 +8,19 @@ import ast
 import asyncio
 import inspect
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import CommandEvent, Event, Exited, ExitStatus, Note, Returned, Started, WorkerState
 from nblaunch.host import descriptors
+from nblaunch.session.interrupts import CommandInterrupts
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.channel import plain_copy
@@ -51,10 +51,11 @@ def serve() -> None:
     assert worker.connection is not None, "the workers of a session are started with a connection"
     debugger = Debugger(worker.topology.rank, worker.connection)
     debugger.end_command(None)  # idle until the first command
+    server = _Server(debugger)
     debugger.start()
     process_group.extend_collective_timeout()
     worker.slot.set_state(WorkerState.DONE)  # no progress is expected between commands
-    _Server(debugger).run()
+    server.run()
 
 
 class _Server:
@@ -67,13 +68,12 @@ class _Server:
         self._rank = self._topology.rank
         self._number = 0
         self._slot = context.current().slot
-        self._is_interruptible = False
         self._group = 0
         self._pid = os.getpid()
         self._child_handler = ChildHandler()
         self._bounds = FunctionBounds(_call_until_exit.__code__, _Server._call_function.__code__)
-        steps.raise_interrupt = self._raise_interrupt
-        signal.signal(signal.SIGINT, self._on_interrupt)
+        self._interrupts = CommandInterrupts(self._bounds)
+        debugger.before_command = self._free_if_stuck
 
     def run(self) -> None:
         """Execute commands until the session ends."""
@@ -99,16 +99,10 @@ class _Server:
             CommandEvent(self._rank, number=self._number, event=event, has_torch=has_torch)
         )
 
-    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt once, only in a command's code, because sending results must not be interrupted."""
-        if os.getpid() != self._pid:
-            raise KeyboardInterrupt  # in a process that the code forked
-        if not steps.is_held(frame) and self._is_interruptible and not self._bounds.is_held(frame):
-            self._raise_interrupt()
-
-    def _raise_interrupt(self) -> None:
-        self._is_interruptible = False
-        raise KeyboardInterrupt
+    def _free_if_stuck(self, command: SessionCommand) -> None:
+        """Free the main thread, in the debugger's thread, if other ranks have left the group and it waits for them."""
+        if isinstance(command, LeaveGroup):
+            self._interrupts.free_if_stuck()
 
     def _execute(self, command: SessionCommand, files: Sequence[int]) -> None:
         """Execute a command, and report its start, its results and its end."""
@@ -126,10 +120,10 @@ class _Server:
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._pass_breakpoint
         try:
             try:
-                self._is_interruptible = True
+                self._interrupts.allow()
                 self._do(command, files)
             finally:
-                self._is_interruptible = False
+                self._interrupts.hold()
                 self._child_handler.take_out()  # a ``__repr__``, for example, may have set it
             self._debugger.end_command(None)
         except BaseException as error:
@@ -192,7 +186,7 @@ class _Server:
         context.current().flush_losses()
         output.flush()
         for event in delivery.results(value, left_by_exit=left_by_exit):
-            self._is_interruptible = False
+            self._interrupts.hold()
             self._emit(event)
 
     def _call_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
@@ -201,7 +195,7 @@ class _Server:
             with self._child_handler:
                 return _call_until_exit(function, *args)
         finally:
-            self._is_interruptible = False
+            self._interrupts.hold()
             self._bounds.leave()
 
     def _enter_group(self, command: SessionCommand) -> None:

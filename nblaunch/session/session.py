@@ -367,7 +367,8 @@ class Session(RankCommands):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the ranks' command, like the notebook's interrupt button. Works in any thread.
 
-        Variables are kept. A second interrupt kills the workers. Does nothing while no command runs.
+        Variables are kept. A second interrupt kills the workers, and so do five minutes without progress after the
+        first. Does nothing while no command runs.
         """
         self._client.interrupt()
 

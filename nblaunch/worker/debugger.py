@@ -59,6 +59,7 @@ class Debugger:
 
     Attributes:
         commands: commands to a session's server, with their files. They arrive over the same connection.
+        before_command: called in this object's thread with each such command, before it is in ``commands``.
     """
 
     def __init__(self, rank: int, connection: CommandConnection) -> None:
@@ -70,6 +71,7 @@ class Debugger:
         self._stops: Counter[tuple[str, int]] = Counter()
         self._is_idle = False
         self.commands: queue.SimpleQueue[tuple[SessionCommand, list[int]]] = queue.SimpleQueue()
+        self.before_command: Callable[[SessionCommand], None] = lambda command: None
 
     def start(self) -> None:
         """Receive commands from now on, in a thread."""
@@ -120,6 +122,7 @@ class Debugger:
                 self.commands.put((Close(), []))
                 return
             if isinstance(command, SessionCommand):
+                self.before_command(command)
                 self.commands.put((command, files))
             elif isinstance(command, Release):
                 self._released.set()
