@@ -112,10 +112,17 @@ def train():
     assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown
 
 
-def test_checks_can_be_disabled(kernel: Kernel) -> None:
-    mismatch = next(one for one in MISMATCHES if one.name == "half with bfloat16, at the end")
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        ("collectives_differ", "half with bfloat16, at the end"),
+        ("learning_rates_differ", "DDP: another learning rate"),
+    ],
+)
+def test_checks_can_be_disabled(kernel: Kernel, check: str, name: str) -> None:
+    mismatch = next(one for one in MISMATCHES if one.name == name)
     kernel.run(mismatch.source)
-    kernel.run("os.environ['NBLAUNCH_CHECKS'] = '-collectives_differ'")
+    kernel.run(f"os.environ['NBLAUNCH_CHECKS'] = '-{check}'")
     try:
         kernel.run(launch_of(mismatch))
     finally:

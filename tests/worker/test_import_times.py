@@ -110,5 +110,7 @@ def train():
     assert (
         shown.count("importing slow_inner (imported by slow_outer): import slow_inner before the launch") == 1
     )
-    kernel.run("import slow_inner")
+    kernel.run("%env NBLAUNCH_CHECKS=-slow_imports")
+    assert "importing" not in kernel.run(launch).shown
+    kernel.run("%env NBLAUNCH_CHECKS=on\nimport slow_inner")
     assert "importing" not in kernel.run(launch).shown
