@@ -10,6 +10,7 @@ plain_loops.py     training loops without nblaunch's Accelerator, observed by ho
 loss_graphs.py     reads the graph of a loss: its last division, a parameter that shows steps without torch's optimizers
 batches.py         sizes and digests of batches
 sampler_epochs.py  warns if a DistributedSampler stays in one epoch
+replicas.py        compares the replicas of models that DistributedDataParallel keeps equal
 same_samples.py    warns if all ranks train on the same samples or repeat the same training
 frameworks.py      counts of epochs and steps from transformers, Lightning and fastai
 

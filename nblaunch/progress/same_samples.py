@@ -23,7 +23,7 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.context import ProcessContext
-from nblaunch.progress import batches
+from nblaunch.progress import batches, replicas
 from nblaunch.user_code import innermost_user_frame
 
 CHECK = "same_samples"
@@ -53,8 +53,9 @@ class SameSamples:
     """
 
     def __init__(self, here: ProcessContext) -> None:
-        is_off = here.topology.world_size == 1 or here.backend.is_lazy or env.is_check_off(CHECK)
-        self.is_looking = not is_off
+        is_off = env.is_check_off(CHECK) and env.is_check_off(replicas.CHECK)
+        self.is_looking = here.topology.world_size > 1 and not here.backend.is_lazy and not is_off
+        self._replicas = replicas.PlainReplicas(here)
         self._here = here
         self._read: tuple[weakref.ref[Any], Any] | None = None
         self._num_passes = 0
@@ -80,7 +81,7 @@ class SameSamples:
         if read is not None:
             self._add(*read)
         if gradients is not None and not self._is_reported:
-            gradients.begin_pass()
+            gradients.begin_pass(self._replicas.before_step)
 
     def after_backward(self) -> None:
         """Stop watching the backward pass itself. Ranks may still exchange gradients afterwards."""

@@ -27,6 +27,10 @@ _NUM_CALLERS = 16
 _FSDP = "torch.distributed.fsdp"
 
 
+BeforeStep = Callable[[Any, Sequence[Any]], None]
+"""Takes the optimizer, and the ``DistributedDataParallel`` models."""
+
+
 class LocalGradients:
     """Collects numbers from this rank's gradients while ``is_watched``.
 
@@ -40,10 +44,11 @@ class LocalGradients:
         self._values: list[tuple[int, list[float]]] = []  # place, numbers
         self._reduced: list[tuple[int, list[float]]] = []  # address, numbers
         self._hooked: list[tuple[Any, Any]] = []  # parameter, handle of its hook
+        self._before_step: BeforeStep | None = None
 
-    def begin_pass(self) -> None:
-        """Watch the backward pass that follows, and the exchanges after it."""
-        self.is_watched = True
+    def begin_pass(self, before_step: BeforeStep) -> None:
+        """Watch the backward pass that follows, the exchanges after it, and the step of an optimizer."""
+        self.is_watched, self._before_step = True, before_step
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
             return  # it would compile the hooks
         for reference in self._wrapped:
@@ -67,7 +72,7 @@ class LocalGradients:
     def end(self) -> None:
         """Stop watching."""
         self.end_pass()
-        self.is_watched = False
+        self.is_watched, self._before_step = False, None
         self._values.clear()
         self._reduced.clear()
 
@@ -82,7 +87,12 @@ class LocalGradients:
                 self._reduced.append((tensor.data_ptr(), batches.numbers(tensor, _NUM_ELEMENTS)))
 
     def note_step(self, optimizer: Any) -> None:
-        """Keep the reductions of gradients that ``optimizer`` is about to use."""
+        """Keep the reductions of gradients that ``optimizer`` is about to use, and examine the step."""
+        if self._before_step is not None:
+            with suppress(Exception):  # for example, a model on several devices
+                self._before_step(
+                    optimizer, [model for each in self._wrapped if (model := each()) is not None]
+                )
         reduced, self._reduced = self._reduced, []
         if not reduced:
             return

@@ -142,6 +142,14 @@ WRONG = {
         accelerator.backward(loss_of(model, batch))
         optimizer.step()  # here
         optimizer.zero_grad()""",
+    "replicas_differ=plain": """
+    torch.distributed.init_process_group("gloo")
+    plain, optimizer, loader = parts()
+    model = nn.parallel.DistributedDataParallel(plain)
+    for batch in DataLoader(loader.dataset, 8, sampler=torch.utils.data.DistributedSampler(loader.dataset)):
+        loss_of(plain, batch).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()""",
     "steps_on_some_ranks": """
     accelerator, model, optimizer, loader = prepared(rows=384)
     for batch in loader:
@@ -411,6 +419,28 @@ RIGHT = {
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()""",
+    "plain models whose gradients or weights the loop averages by hand": """
+    torch.distributed.init_process_group("gloo")
+    plain, optimizer, loader = parts()
+    model = nn.parallel.DistributedDataParallel(plain)
+    def average(tensors):
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+            tensor /= torch.distributed.get_world_size()
+    sampler = torch.utils.data.DistributedSampler(loader.dataset)
+    for batch in DataLoader(loader.dataset, 8, sampler=sampler):
+        loss_of(plain, batch).backward()
+        average(parameter.grad for parameter in plain.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    model = nn.parallel.DistributedDataParallel(plain)
+    for number, batch in enumerate(DataLoader(loader.dataset, 8, sampler=sampler)):
+        with model.no_sync():
+            loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 4 == 3:
+            average(parameter.data for parameter in plain.parameters())""",
     "a loss that all ranks compute from the samples of all ranks": """
     torch.distributed.init_process_group()
     model, optimizer, loader = parts()

@@ -6,18 +6,16 @@ Each rank sends a few elements, and the launcher compares them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.training.checks.check import Check, Prepared, parameters_of
+from nblaunch.progress import replicas
+from nblaunch.training.checks.check import Check, Prepared
 
-_NUM_TENSORS = 64
-_NUM_ELEMENTS = 2  # of each tensor
 _NUM_PASSES = 8
 """Number of initial backward passes in which the check counts how often weights change."""
 
@@ -26,42 +24,21 @@ class DifferentReplicas(Check):
     """Ranks step with different gradients or weights, so each trains a different model.
 
     Models that the user averages in another way are left out: models with a communication hook, and models in
-    :class:`~nblaunch.LocalSGD` (``left_out``). An optimizer may update only a share of the parameters on each
-    rank, as ``ZeroRedundancyOptimizer`` does, so only ranks that update the same parameters are compared.
+    :class:`~nblaunch.LocalSGD` (``left_out``).
     """
 
-    name = "replicas_differ"
+    name = replicas.CHECK
 
     def __init__(self) -> None:
         self.left_out: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        owned = {id(parameter) for parameter in parameters_of(optimizer)}
         for model in _replicated(prepared):
             if model in self.left_out:
                 continue
-            averaged = _averaged(model)
-            places = [place for place, parameter in enumerate(averaged) if id(parameter) in owned]
-            if not places:
-                continue
-            trained = [averaged[place] for place in places]
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            name, share = type(model.module).__name__, hash(tuple(places))
-            # Report weights first: if these differ, so do gradients.
-            self.report(
-                f"the weights of the {name} differ between ranks",
-                "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make "
-                "the same change on every rank",
-                value=(f"weights {share}", *elements_of(trained)),
-                judged_by="equal",
-            )
-            self.report(
-                f"the gradients of the {name} differ between ranks when the optimizer steps, because nothing has "
-                "averaged them",
-                _advice(model),
-                value=(f"gradients {share}", *elements_of(gradients)),
-                judged_by="equal",
-            )
+            for comparison in replicas.comparisons(model, optimizer):
+                advice = _ADVICE_ON_WEIGHTS if comparison.kind == "weights" else _advice(model)
+                self.report(comparison.problem, advice, value=comparison.value, judged_by="equal")
 
 
 class StepsOnSomeRanks(Check):
@@ -84,7 +61,7 @@ class StepsOnSomeRanks(Check):
             seen = self._seen.setdefault(model, Changes())
             if seen.num_passes >= _NUM_PASSES:
                 continue
-            seen.add(elements_of(_averaged(model)))
+            seen.add(replicas.elements_of(replicas.averaged_by(model)))
             often = seen.num_changes > _NUM_PASSES // 2
             if seen.num_passes == _NUM_PASSES and (often or not seen.num_changes):
                 self.report(
@@ -126,9 +103,15 @@ class DifferentStatistics(Check):
                     "Leave broadcast_buffers=True, convert the model with "
                     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate the model that accelerator.prepare() "
                     "returned",
-                    value=("statistics", *elements_of(means)),
+                    value=("statistics", *replicas.elements_of(means)),
                     judged_by="equal",
                 )
+
+
+_ADVICE_ON_WEIGHTS = (
+    "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make the same change "
+    "on every rank"
+)
 
 
 def _advice(model: DistributedDataParallel) -> str:
@@ -158,26 +141,5 @@ def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
         wrapper = getattr(model, "_orig_mod", model)
         if not isinstance(wrapper, DistributedDataParallel):
             continue
-        # The user may have wrapped the model for a group with only some of the ranks.
-        is_for_all = wrapper.process_group.size() == dist.get_world_size()
-        if is_for_all and not getattr(wrapper, "_comm_hooks", ()):
+        if replicas.is_replicated(wrapper):
             yield wrapper
-
-
-def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    ignored = getattr(model, "parameters_to_ignore", ())
-    named = model.module.named_parameters()
-    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
-
-
-def elements_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return a few elements of a few of the ``tensors``, waiting for the device only once."""
-    step = max(1, -(-len(tensors) // _NUM_TENSORS))
-    flat = [
-        tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _NUM_ELEMENTS)][:_NUM_ELEMENTS]
-        for tensor in tensors[::step]
-        if tensor.numel() and tensor.layout is torch.strided
-    ]
-    taken = [(torch.view_as_real(part).reshape(-1) if part.is_complex() else part).double() for part in flat]
-    elements: list[float] = torch.cat(taken).cpu().tolist() if taken else []
-    return elements
