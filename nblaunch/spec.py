@@ -227,6 +227,7 @@ class LaunchSpec:
         accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
         notes: sentences about the settings that the user sees when the job starts.
+        variables: environment variables of workers that pass settings to other frameworks, such as Accelerate.
 
     Raises:
         TypeError: an argument has the wrong type, or ``args`` do not fit the function.
@@ -337,6 +338,7 @@ class LaunchSpec:
     nodes: Any = None
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
@@ -374,7 +376,10 @@ class LaunchSpec:
     def environment(self) -> dict[str, str]:
         """Environment variables that pass settings to other frameworks in workers, such as Accelerate."""
         is_mixed = self.mixed_precision != "no"
-        return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}
+        return {
+            **self.variables,
+            **({"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}),
+        }
 
     @property
     def min_nodes(self) -> int:

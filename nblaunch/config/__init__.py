@@ -6,6 +6,7 @@
 
 settings.py     the table of settings, which defines the options of ``nblaunch launch``; merges and checks their values
 files.py        reads and writes settings as YAML
+accelerate_variables.py    variables that pass settings to Accelerate's own Accelerator
 launching.py    turns the result into a :class:`~nblaunch.spec.LaunchSpec`
 
 Nothing here reads devices or starts processes.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nblaunch.config.accelerate_variables import accelerate_variables
 from nblaunch.config.files import find_layers
 from nblaunch.config.settings import (
     FIELDS,
@@ -84,6 +85,7 @@ def spec_of(
     values["is_spmd"] = resolved["strategy"] == "spmd"
     values["accelerator_arguments"] = accelerator_settings(resolved)
     values["notes"] = resolved.notes
+    values["variables"] = accelerate_variables(resolved)
     try:
         return LaunchSpec(function=function, args=args, **(values | fields))
     except (TypeError, ValueError) as error:
