@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
-from nblaunch.host import disk, files
+from nblaunch.host import files
 from nblaunch.launcher.joblog import log_root
 
 KEY_NAME = ".key"
@@ -62,7 +62,7 @@ def open_home() -> Home:
                 raise
             why = f"{state} is not writable: {error.strerror}"
         except OSError as error:
-            why = f"{state} is not writable: {disk.reason(state, error)}"
+            why = f"{state} is not writable: {files.reason_of(state, error)}"
     path = log_root() / "detached"
     return Home(path, _made_key(path), why)
 

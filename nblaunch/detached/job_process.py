@@ -29,7 +29,7 @@ from nblaunch.detached.record import Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint, RequestServer, new_address
 from nblaunch.errors import LaunchError, warn
-from nblaunch.host import disk
+from nblaunch.host import files
 from nblaunch.host.machine import ProcessMark
 from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Listener
@@ -163,7 +163,7 @@ class _DetachedJob:
         try:
             self._publish()
         except BaseException as error:
-            why = disk.reason(self._log.path, error) if isinstance(error, OSError) else ""
+            why = files.reason_of(self._log.path, error) if isinstance(error, OSError) else ""
             self._log.remove()  # otherwise it would be listed as a damaged job
             if not why:
                 raise

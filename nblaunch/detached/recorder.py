@@ -36,7 +36,7 @@ from nblaunch.detached.record import FORMAT, End, Record
 from nblaunch.diagnosis.exceptions import RemoteRendering
 from nblaunch.errors import ResultError
 from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, Started, StatusLine
-from nblaunch.host import descriptors, disk, files
+from nblaunch.host import descriptors, files
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.requests import JobRequests
@@ -169,7 +169,7 @@ class Recorder:
                 if self._events_fd >= 0 and not self._is_whole():
                     self._restore()
             except (OSError, ValueError) as error:
-                return disk.reason(self._folder.path, error) if isinstance(error, OSError) else str(error)
+                return files.reason_of(self._folder.path, error) if isinstance(error, OSError) else str(error)
         return ""
 
     def _is_whole(self) -> bool:
@@ -312,7 +312,7 @@ class Recorder:
                     problem = error
                 else:
                     return ""
-                why = disk.reason(self._folder.path, problem)
+                why = files.reason_of(self._folder.path, problem)
                 if not self._waits(part, problem, why):
                     return f"{part.what} could not be written: {why}. It was dropped on request"
         except Exception as error:  # raised by the user's classes
@@ -338,7 +338,7 @@ class Recorder:
         next_try_s = time.monotonic() + _RETRY_S
         while self._requests.endings <= self._endings_before:
             self.restore()
-            free = disk.free_bytes(place) if problem.errno == errno.ENOSPC else None
+            free = files.free_bytes(place) if problem.errno == errno.ENOSPC else None
             # An attempt without enough space would briefly take the remaining space from other processes.
             if time.monotonic() >= next_try_s and (free is None or free > num_bytes):
                 return True

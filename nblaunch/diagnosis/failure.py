@@ -28,7 +28,7 @@ from nblaunch.diagnosis.root_cause import (
 from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.errors import CollectiveMismatch, DistributedOperationException, JobHung, NodeLost, WorkerDied
 from nblaunch.events import ExitStatus, Failed
-from nblaunch.host import disk
+from nblaunch.host import files
 
 _LAST_LINES = 5
 _LINE = 200  # characters
@@ -337,7 +337,7 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, logs: Logs, 
 def _last_lines(printed: str, path: Path) -> list[str]:
     lines = [line for line in printed.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
-    problem = disk.growth_problem(path, _LINE)
+    problem = files.growth_problem(path, _LINE)
     lost = [f"Its last output may be missing: {problem}."] if problem else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
 

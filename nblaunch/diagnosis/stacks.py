@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nblaunch.host import disk, proc
+from nblaunch.host import files, proc
 from nblaunch.user_code import cell_name, is_own_file, is_user_file
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
 
@@ -182,7 +182,7 @@ class StackDump:
         except OSError as error:  # the log folder may be deleted while the job runs
             return Position(f"{_NO_REPLY}{path} can't be read: {error.strerror}")
         if position is None:
-            problem = disk.growth_problem(path, _STACK_BYTES)
+            problem = files.growth_problem(path, _STACK_BYTES)
             return Position(f"its stack can't be written: {problem}") if problem else NO_REPLY
         return position
 

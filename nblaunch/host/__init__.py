@@ -8,11 +8,10 @@ heap.py          hides Python's objects from the garbage collector, for forks an
 descriptors.py   file descriptors: which ones forked processes must not keep
 exhaustion.py    what happens when no file descriptor is free
 sockets.py       connections of this process to programs that it has not started
-child_statuses.py  exit statuses of children if the process ignores SIGCHLD
 signal_handlers.py  holds this process's signal handlers back while an exception would do harm
-files.py         files that are replaced atomically; folders private to a user
+files.py         files that are replaced atomically; folders private to a user; disk space: frees and reserves it, and
+                 explains why there is none
 machine.py       which machine this is; whether a process that left a mark is still running
-disk.py          disk space: frees and reserves it, and explains why there is none
 gpus.py          GPUs, which of them workers may use, and how busy they are
 tpu.py           TPU chips, their topology, their lock file, and the slice of several hosts
 """

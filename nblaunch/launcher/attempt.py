@@ -22,7 +22,7 @@ from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import LaunchError
 from nblaunch.events import AttemptStarted
-from nblaunch.host import child_statuses, descriptors
+from nblaunch.host import descriptors
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
@@ -33,7 +33,7 @@ from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods import STARTERS
 from nblaunch.start_methods.saved_call import SavedCall
-from nblaunch.start_methods.worker_group import WorkerGroup
+from nblaunch.start_methods.worker_group import WorkerGroup, exit_statuses_kept
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
@@ -206,7 +206,7 @@ def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
 def _start(attempt: Attempt, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases everything in reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
-    stack.enter_context(child_statuses.kept())
+    stack.enter_context(exit_statuses_kept())
     descendants = Descendants()
     # Do as much as possible before the fork, because every page that is written while workers run is copied.
     memory = MemoryRecord()

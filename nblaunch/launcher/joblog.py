@@ -30,7 +30,7 @@ from pathlib import Path
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
-from nblaunch.host import descriptors, disk, files
+from nblaunch.host import descriptors, files
 from nblaunch.host.machine import ProcessMark, ProcessState
 from nblaunch.launcher.logtail import read_log
 from nblaunch.wire import schema
@@ -264,13 +264,13 @@ def _temporary_root() -> Path:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:  # gettempdir() writes a file to each candidate
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        why = disk.reason(Path("/tmp"), full)
+        why = files.reason_of(Path("/tmp"), full)
         raise LaunchError(f"no temporary folder is writable for logs: {why}. {_ADVICE}") from error
     return Path(folder) / f"nblaunch-{os.getuid()}"
 
 
 def _log_error(what: str, path: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"{what}: {disk.reason(path, error)}. {_ADVICE}")
+    return LaunchError(f"{what}: {files.reason_of(path, error)}. {_ADVICE}")
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.events import Event, LogLines, Note, StatusLine
-from nblaunch.host import descriptors, disk, exhaustion, files
+from nblaunch.host import descriptors, exhaustion, files
 
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
@@ -193,7 +193,7 @@ class LogTail:
         kept_from = (size - self._max_bytes // 2) // _BLOCK_BYTES * _BLOCK_BYTES
         try:
             for fd in filter(lambda fd: fd >= 0, (self._fd, self._copy_fd)):
-                disk.free_range(fd, 0, kept_from)
+                files.free_range(fd, 0, kept_from)
         except OSError as error:
             self._max_bytes = None
             return [self._outgrown(f"its file system can't free a part of it ({error.strerror})")]

@@ -10,7 +10,7 @@ inline.py         runs the function in this process
 
 Shared code:
 
-worker_group.py   WorkerGroup, the interface for watching workers; child processes: wait, signal, reap
+worker_group.py   WorkerGroup, the interface for watching workers; child processes: wait, signal, reap, exit statuses
 saved_call.py     snapshot of a call for fresh interpreters
 interpreter.py    starts a fresh interpreter
 """

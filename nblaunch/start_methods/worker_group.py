@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from nblaunch.events import UNKNOWN_EXIT, ExitStatus
 from nblaunch.host import descriptors
@@ -173,3 +176,42 @@ def disown(process: subprocess.Popen[bytes]) -> int:
     """Stop ``subprocess`` from waiting for a process, which would warn about it and reap it unnoticed."""
     process.returncode = 0
     return process.pid
+
+
+# --- exit statuses if SIGCHLD is ignored ------------------------------------------------------------------------------
+
+# If SIGCHLD is ignored, the system forgets how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
+# cell or the program that started the kernel did so. While workers run, the signal's disposition is therefore the
+# system's default, which also ignores it but keeps exit statuses.
+#
+# The disposition is set in C for two reasons: any thread may do so, and ``signal.getsignal`` still returns the user's
+# choice, which applies again afterwards.
+
+_set_disposition = ctypes.CDLL(None).signal
+_set_disposition.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_set_disposition.restype = ctypes.c_void_p
+
+_lock = threading.Lock()
+_num_blocks = 0
+
+
+@contextmanager
+def exit_statuses_kept() -> Iterator[None]:
+    """Make the system keep children's exit statuses during the block. Blocks in several threads may overlap."""
+    global _num_blocks
+    with _lock:
+        _num_blocks += 1
+        _change_disposition(signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_blocks -= 1
+            if not _num_blocks:
+                _change_disposition(signal.SIG_IGN)
+
+
+def _change_disposition(disposition: signal.Handlers) -> None:
+    """Set the disposition of SIGCHLD, but only while the user has chosen to ignore the signal."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        _set_disposition(signal.SIGCHLD, int(disposition))

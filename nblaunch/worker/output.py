@@ -21,7 +21,7 @@ from typing import Any
 
 from nblaunch.errors import LaunchError
 from nblaunch.events import Displayed, Event
-from nblaunch.host import disk
+from nblaunch.host import files
 from nblaunch.user_code import ipython_shell
 
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
@@ -111,7 +111,7 @@ def capture(log_path: str, *, keeps_input: bool = False) -> None:
     try:
         log = os.open(log_path, _FLAGS, 0o600)
     except OSError as error:
-        why = disk.reason(Path(log_path), error)
+        why = files.reason_of(Path(log_path), error)
         raise LaunchError(
             f"can't create the log {log_path}: {why}. Choose another folder with log_dir= or NBLAUNCH_LOG_DIR."
         ) from error

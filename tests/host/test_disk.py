@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.host import disk
+from nblaunch.host import files
 
 
 def problem(number: int) -> OSError:
@@ -18,9 +18,9 @@ def problem(number: int) -> OSError:
 def test_a_file_that_can_grow_keeps_size_and_contents(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"text")
-    assert disk.growth_problem(path, 1 << 14) is None
+    assert files.growth_problem(path, 1 << 14) is None
     assert path.read_bytes() == b"text"
-    assert disk.growth_problem(tmp_path / "none", 1 << 14) is None
+    assert files.growth_problem(tmp_path / "none", 1 << 14) is None
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_growth_fails_only_without_space(
 
     path = tmp_path / "file"
     path.touch()
-    monkeypatch.setattr(disk, "_allocate", reject)
-    reason = disk.growth_problem(path, 1 << 14)
+    monkeypatch.setattr(files, "_allocate", reject)
+    reason = files.growth_problem(path, 1 << 14)
     assert (reason == os.strerror(number)) if is_reported else reason is None
 
 
@@ -63,12 +63,12 @@ def test_the_exhausted_resource_is_named(
         "f_namemax",
     )
     status = os.statvfs_result([used_up.get(name, 4096) for name in names])
-    monkeypatch.setattr(disk.os, "statvfs", lambda _: status)
-    assert wanted in disk.reason(tmp_path / "not" / "there", problem(errno.ENOSPC))
+    monkeypatch.setattr(files.os, "statvfs", lambda _: status)
+    assert wanted in files.reason_of(tmp_path / "not" / "there", problem(errno.ENOSPC))
 
 
 def test_other_errors_keep_the_systems_words(tmp_path: Path) -> None:
-    assert disk.reason(tmp_path, problem(errno.EROFS)) == os.strerror(errno.EROFS)
+    assert files.reason_of(tmp_path, problem(errno.EROFS)) == os.strerror(errno.EROFS)
 
 
 def test_part_of_a_file_can_be_freed(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_part_of_a_file_can_be_freed(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         os.fsync(file.fileno())
         before = os.fstat(file.fileno()).st_blocks
-        disk.free_range(file.fileno(), 1 << 20, 1 << 20)
+        files.free_range(file.fileno(), 1 << 20, 1 << 20)
         after = os.fstat(file.fileno())
     assert after.st_size == 3 << 20
     assert (before - after.st_blocks) * 512 == 1 << 20

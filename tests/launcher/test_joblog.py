@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.errors import LaunchError
-from nblaunch.host import disk, machine, proc
+from nblaunch.host import files, machine, proc
 from nblaunch.launcher import joblog
 from nblaunch.launcher.joblog import JobLog
 
@@ -177,7 +177,7 @@ def test_full_disks_are_reported_with_a_reason(tmp_path: Path, monkeypatch: pyte
     free = os.statvfs(tmp_path)
     no_inodes = os.statvfs_result((*free[:6], 0, 0, *free[8:]))
     monkeypatch.setattr(Path, "touch", touch_some)
-    monkeypatch.setattr(disk.os, "statvfs", lambda _: no_inodes)
+    monkeypatch.setattr(files.os, "statvfs", lambda _: no_inodes)
     with pytest.raises(LaunchError, match=r"no inodes are left on /.*log_dir="):
         log.make_attempt_folder(0, range(2))
     assert not log.attempt_path(0).exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.events import Event, LogLines, Note
-from nblaunch.host import disk
+from nblaunch.host import files
 from nblaunch.launcher.logtail import LogTail, read_log
 from tests.kernels import Kernel
 
@@ -136,7 +136,7 @@ def test_log_grows_without_hole_support_and_says_so(
     def reject(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(disk, "free_range", reject)
+    monkeypatch.setattr(files, "free_range", reject)
     append(path, numbered(0, 50_000))
     (note,) = notes(tail.read())
     assert "can't free" in note
