@@ -1,11 +1,9 @@
-"""Device families by name: one file each in this folder, and families that users have registered.
+"""Device families by name: those in the modules of this folder, and families that users have registered.
 
 base.py            Backend: the interface of a device family, and how to add one
 cpu.py             CPU cores, gloo
-gpu.py             shared by the next three: one process per GPU, driven by a torch module; explains errors
-cuda.py            NVIDIA GPUs, NCCL
-rocm.py            AMD GPUs, RCCL
-xpu.py             Intel GPUs, XCCL
+gpu.py             GPUs of NVIDIA (NCCL), AMD (RCCL) and Intel (XCCL): one process per GPU, driven by a torch module;
+                   explains errors
 mps.py             the GPU of a Mac, one process
 xla.py             TPUs, or the CPU as a stand-in
 xla_runtime.py     torch_xla: its import, its SPMD mode, and its world in a worker
@@ -62,9 +60,9 @@ def discover() -> dict[str, Backend]:
 def _built_in() -> dict[str, Backend]:
     families: dict[str, Backend] = {}
     for module_info in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
-        backend = getattr(importlib.import_module(module_info.name), "BACKEND", None)
-        if backend is not None:
-            families[backend.name] = backend
+        for value in vars(importlib.import_module(module_info.name)).values():
+            if isinstance(value, Backend):
+                families[value.name] = value
     return families
 
 

@@ -6,7 +6,7 @@ the kernel makes forks impossible. The *worker's half* runs in the process that 
 
 Methods with an empty body are steps that only some devices need.
 
-To add a device family, add one file with a ``BACKEND`` instance to this folder. Outside nblaunch it is a subclass of
+To add a device family, add a module with an instance to this folder. Outside nblaunch it is a subclass of
 :class:`Backend` in a cell or a module; register an instance before the launch::
 
     from nblaunch import backends

@@ -3,8 +3,11 @@
     kernel      counts GPUs without the driver's runtime; never creates a context
     worker      device by local rank -> context -> process group (gloo if ranks share a GPU)
 
-Each family has its own way of counting a host's GPUs, and its own variables to select them. ``first_use.py`` decides
-whether a fork is possible. The end of this file explains errors, mainly of CUDA and NCCL.
+Each family has its own way of counting a host's GPUs (``host/gpus.py``), and its own variables to select them.
+``first_use.py`` decides whether a fork is possible. Errors, mainly of CUDA and NCCL, are explained for all families.
+
+The code for AMD and Intel has not run on a GPU yet. Their workers start from a clean process, because a fork of a
+kernel with ROCm's or SYCL's libraries has not been tested.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
 from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend, Reporters
 from nblaunch.errors import chain_of
+from nblaunch.host import gpus
+from nblaunch.host.gpus import DeviceMeter
+from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-
 
 _ADVICE_ON_DEVICE = (
     r"barrier\(\): using the device under current context|No device id is provided via `init_process"
@@ -255,3 +260,201 @@ def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     is_named = _FULL.search(text) is not None or any(words in text for words in _REJECTIONS)
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_named)
+
+
+# --- NVIDIA -----------------------------------------------------------------------------------------------------------
+
+_FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability of GPUs that multiply matrices of 8-bit floating-point numbers (Ada Lovelace)."""
+
+
+class CudaBackend(GpuBackend):
+    """One process per NVIDIA GPU, or per MIG instance, connected by NCCL."""
+
+    name = "cuda"
+    dist_backend = "nccl"
+    distributed_type = "MULTI_GPU"
+    compilers = ("inductor", "cudagraphs")
+    shares_devices = True
+    runtime = first_use.CUDA
+
+    def build_problem(self) -> str | None:
+        import torch
+
+        if torch.version.cuda is not None:
+            return None
+        return "the installed torch was built without CUDA; install a CUDA build from https://pytorch.org"
+
+    def unavailable_reason(self) -> str:
+        physical = gpus.physical_gpus()
+        if not physical:
+            return gpus.uncounted() or "NVML, the driver's library, finds no NVIDIA GPU on this machine"
+        if self.device_count() == 0:
+            value = env.read("CUDA_VISIBLE_DEVICES")
+            if value is None:
+                return (
+                    "MIG is enabled on the GPUs, but there are no instances: `nvidia-smi mig -lgip` lists the "
+                    "profiles, `nvidia-smi mig -cgi PROFILE -C` creates an instance"
+                )
+            return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
+        return self.build_problem() or ""
+
+    def overlooked(self) -> str | None:
+        return super().overlooked() if self.device_count() else gpus.uncounted()
+
+    def device_count(self) -> int:
+        return len(gpus.visible())
+
+    def is_present(self) -> bool:
+        return bool(gpus.physical_gpus() or gpus.uncounted())
+
+    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
+        notes = list(super().launch_notes(num_processes))
+        if not notes and num_processes > 1 and self._instances():
+            notes.append(
+                "each worker has its own MIG instance; the workers communicate over gloo through host memory, "
+                "because NCCL does not connect instances"
+            )
+        model = gpus.lacks_p2p()
+        if model is not None and num_processes > 1 and env.read("NCCL_P2P_DISABLE") is None:
+            notes.append(
+                "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver, direct "
+                f"connections between {model} cards hang. Drivers 550.40.07 and later need neither variable"
+            )
+        return tuple(notes)
+
+    def open_meter(self) -> DeviceMeter:
+        return gpus.open_meter()
+
+    def worker_env(self, topology: Topology) -> dict[str, str | None]:
+        changes = super().worker_env(topology)
+        is_set = env.read("NCCL_P2P_DISABLE") is not None
+        if topology.local_world_size > 1 and not is_set and gpus.lacks_p2p() is not None:
+            changes |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+        instances = self._instances()
+        if instances:
+            changes["CUDA_VISIBLE_DEVICES"] = instances[topology.local_rank % len(instances)]
+        return changes
+
+    def precision_problem(self, precision: str) -> str | None:
+        if precision != "fp8":
+            return super().precision_problem(precision)
+        if not is_installed("torchao"):
+            return "fp8 needs torchao, which is not installed: pip install torchao"
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return None  # only a worker may ask the GPU
+        has_fp8 = torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+        return None if has_fp8 else f"{torch.cuda.get_device_name()} does not support fp8; {NO_FP8}"
+
+    def _instances(self) -> list[str]:
+        """Return the MIG instances that workers compute on; CUDA shows each process only one of them."""
+        return [uuid for uuid in gpus.visible() if uuid.startswith(gpus.INSTANCE)]
+
+
+CUDA = CudaBackend()
+
+
+# --- AMD --------------------------------------------------------------------------------------------------------------
+
+
+class RocmBackend(GpuBackend):
+    """One process per AMD GPU, which is torch's device ``cuda``, connected by RCCL, which torch calls ``nccl``."""
+
+    name = "rocm"
+    title = "AMD GPUs"
+    device_noun = "AMD GPU"
+    device_type = "cuda"
+    dist_backend = "nccl"
+    distributed_type = "MULTI_GPU"
+    shares_devices = True
+    runtime = first_use.ROCM
+
+    def build_problem(self) -> str | None:
+        import torch
+
+        if torch.version.hip is not None:
+            return None
+        return "the installed torch was built without ROCm; install a ROCm build from https://pytorch.org"
+
+    def unavailable_reason(self) -> str:
+        num_physical = len(gpus.amd_gpus())
+        if not num_physical:
+            return (
+                "the system lists no AMD compute GPU in /sys/class/kfd; is its driver (amdgpu) loaded, and does "
+                "the container have the GPU (--device=/dev/kfd --device=/dev/dri)?"
+            )
+        if not self.device_count():
+            return f"HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES hides all {num_physical} GPUs"
+        return self.build_problem() or ""
+
+    def device_count(self) -> int:
+        return len(gpus.visible_amd_gpus())
+
+    def is_present(self) -> bool:
+        return bool(gpus.amd_gpus())
+
+    def clean_start_reason(self) -> str | None:
+        return "ROCm has not been tested in a fork of a kernel"
+
+    def open_meter(self) -> DeviceMeter:
+        return gpus.AmdMeter(gpus.visible_amd_gpus())
+
+
+ROCM = RocmBackend()
+
+
+# --- Intel ------------------------------------------------------------------------------------------------------------
+
+
+class XpuBackend(GpuBackend):
+    """One process per Intel GPU, which is torch's device ``xpu``, connected by XCCL."""
+
+    name = "xpu"
+    title = "Intel GPUs"
+    device_noun = "Intel GPU"
+    dist_backend = "xccl"
+    distributed_type = "MULTI_XPU"
+    runtime = first_use.LEVEL_ZERO
+
+    def affinity(self) -> int:
+        # If there is also an NVIDIA or AMD GPU, an Intel GPU is probably integrated into the processor.
+        return min(super().affinity(), 9)
+
+    def build_problem(self) -> str | None:
+        import torch
+
+        if torch.xpu._is_compiled():
+            return None
+        return "the installed torch was built without XPU; install an XPU build from https://pytorch.org"
+
+    def unavailable_reason(self) -> str:
+        num_physical = gpus.num_intel_gpus()
+        if not num_physical:
+            return "the system lists no Intel GPU in /sys/class/drm; does the container have it (--device=/dev/dri)?"
+        if not self.device_count():
+            return f"ZE_AFFINITY_MASK or ONEAPI_DEVICE_SELECTOR hides all {num_physical} GPUs"
+        return self.build_problem() or ""
+
+    def overlooked(self) -> str | None:
+        return None  # nearly every Intel processor has a GPU, but few users want to train on it
+
+    def device_count(self) -> int:
+        return gpus.num_visible_intel_gpus()
+
+    def is_present(self) -> bool:
+        return gpus.num_intel_gpus() > 0
+
+    def count_problem(self, num_processes: int) -> str | None:
+        import torch.distributed as dist
+
+        if num_processes == 1 or dist.is_backend_available(self.dist_backend):
+            return None
+        # Gloo, which other GPUs could fall back on, does not accept tensors on Intel GPUs.
+        return "the installed torch has no XCCL, which connects Intel GPUs; XPU builds of torch 2.8 and newer have it"
+
+    def clean_start_reason(self) -> str | None:
+        return "Intel's driver, Level Zero, has not been tested in a fork of a kernel"
+
+
+XPU = XpuBackend()

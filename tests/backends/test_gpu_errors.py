@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nblaunch.backends.cuda import CudaBackend
-from nblaunch.backends.gpu import FAULTS, explain
+from nblaunch.backends.gpu import FAULTS, CudaBackend, explain
 from nblaunch.worker.failure import describe_failure
 
 AFTER = (

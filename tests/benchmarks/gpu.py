@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel
 from tests.kernels import Kernel, KernelTimeout
 
@@ -92,7 +92,7 @@ def measure(cpu: bool = False) -> Iterator[Row]:
         yield Row("a rehearsal on CPU cores", "its numbers mean nothing")
         yield from rows(REHEARSAL, 2)
         return
-    count = BACKEND.device_count() if BACKEND.affinity() else 0
+    count = CUDA.device_count() if CUDA.affinity() else 0
     if not count:
         yield Row("GPUs of this machine", "none: nothing to measure")
         return

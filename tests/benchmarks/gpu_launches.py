@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from tests.benchmarks.bench import Row, call, count, free_port, kernel
 
 LAUNCHES = 17
@@ -24,7 +24,7 @@ BEFORE = {
 
 
 def measure() -> Iterator[Row]:
-    num_gpus = BACKEND.device_count() if BACKEND.affinity() else 0
+    num_gpus = CUDA.device_count() if CUDA.affinity() else 0
     if not num_gpus:
         yield Row("GPUs of this machine", "none: nothing to measure")
         return

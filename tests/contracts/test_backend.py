@@ -175,7 +175,6 @@ def test_random_states_can_be_restored(family: Family) -> None:
 
 def test_a_backend_is_concrete(backend: Backend) -> None:
     assert not inspect.isabstract(type(backend))
-    assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"
 
 
 def test_outside_report_is_plain_and_leaves_nothing_open(backend: Backend) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context, env
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.progress.board_reports import LossReport
 from nblaunch.wire.board import private_slot
 from tests.training import ranks
@@ -24,7 +24,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
 ]
 
 
@@ -41,8 +41,8 @@ def _fresh(code: str) -> Any:
 
 def test_gpus_are_counted_without_a_context() -> None:
     code = (
-        "import json; from nblaunch.backends import cuda, first_use;"
-        "count = cuda.BACKEND.device_count();"
+        "import json; from nblaunch.backends import first_use, gpu;"
+        "count = gpu.CUDA.device_count();"
         "touched = first_use.is_cuda_initialised(); import torch;"
         "is_initialised = torch.cuda.is_initialized(); torch.cuda.init();"  # from here on, torch queries CUDA, not NVML
         "print(json.dumps([count, touched, is_initialised, torch.cuda.device_count()]))"
@@ -54,8 +54,8 @@ def test_gpus_are_counted_without_a_context() -> None:
 
 
 _HAZARD = (
-    "import json, torch; from nblaunch.backends.cuda import BACKEND; {before};"
-    "print(json.dumps(BACKEND.fork_hazard()))"
+    "import json, torch; from nblaunch.backends.gpu import CUDA; {before};"
+    "print(json.dumps(CUDA.fork_hazard()))"
 )
 
 
@@ -84,10 +84,10 @@ def test_queries_through_nvml_are_not_a_hazard() -> None:
 
 # Try a worker's operations in a fork: "" if they succeed, else the error.
 _FORK = (
-    "import json, os, torch; from nblaunch.backends.cuda import BACKEND\n"
+    "import json, os, torch; from nblaunch.backends.gpu import CUDA\n"
     "from torch.utils.data import DataLoader\n"
     "{before}\n"
-    "hazard, (reader, writer) = BACKEND.fork_hazard(), os.pipe()\n"
+    "hazard, (reader, writer) = CUDA.fork_hazard(), os.pipe()\n"
     "if (pid := os.fork()) == 0:\n"
     "    try:\n"
     "        (torch.ones(3, device='cuda', requires_grad=True) * 2).sum().backward()\n"
@@ -152,13 +152,13 @@ def _train(mixed_precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training(mixed_precision: str, world_size: int) -> None:
-    reason = BACKEND.precision_problem(mixed_precision)
+    reason = CUDA.precision_problem(mixed_precision)
     if reason is not None:
         pytest.skip(reason)
     for rank, answers in enumerate(
         ranks.run(_train, world_size, mixed_precision, backend="cuda", timeout_s=100)
     ):
-        count = BACKEND.device_count()
+        count = CUDA.device_count()
         assert answers["devices"] == ("cuda", "cuda", f"cuda:{rank % count}")
         assert answers["improved"]
         assert answers["equal"]
@@ -167,11 +167,11 @@ def test_training(mixed_precision: str, world_size: int) -> None:
         assert answers["board"]
 
 
-@pytest.mark.skipif(BACKEND.device_count() < 2, reason="one GPU here")
+@pytest.mark.skipif(CUDA.device_count() < 2, reason="one GPU here")
 @pytest.mark.leaves_behind("CUDA keeps its descriptors until this process ends")
 def test_losses_of_one_process_may_lie_on_two_gpus() -> None:
     slot = private_slot()
-    report = LossReport(slot, BACKEND)
+    report = LossReport(slot, CUDA)
     for number in (0, 1):
         report.note(torch.tensor(float(number), device=f"cuda:{number}"), None)
     report.flush()

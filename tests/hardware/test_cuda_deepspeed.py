@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, DeepSpeedPlugin
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.utils import DummyOptim
 from tests.kernels import Kernel
 from tests.training import ranks
@@ -20,7 +20,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.timeout(300),
 ]
@@ -67,7 +67,7 @@ def _zero(stage: int, **more: Any) -> DeepSpeedPlugin:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_matches_one_process(stage: int, world_size: int) -> None:
-    if world_size > BACKEND.device_count():
+    if world_size > CUDA.device_count():
         pytest.skip("DeepSpeed's ranks talk by NCCL, which joins two GPUs or more")
     (alone,) = ranks.run(_train, 1, None, backend="cuda", timeout_s=TIMEOUT_S)
     results = ranks.run(_train, world_size, _zero(stage), backend="cuda", timeout_s=TIMEOUT_S)[0]
@@ -80,7 +80,7 @@ def test_training_matches_one_process(stage: int, world_size: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(precision: str, stage: int) -> None:
-    reason = BACKEND.precision_problem(precision)
+    reason = CUDA.precision_problem(precision)
     if reason is not None:
         pytest.skip(reason)
     # A scale that overflows at first: the engine skips steps until it fits.
@@ -126,7 +126,7 @@ def _choose() -> None:
     Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 
-@pytest.mark.skipif(BACKEND.device_count() > 1, reason="two GPUs are there for two ranks")
+@pytest.mark.skipif(CUDA.device_count() > 1, reason="two GPUs are there for two ranks")
 def test_ranks_that_share_a_gpu_are_rejected() -> None:
     with pytest.raises(ranks.RankFailed, match="gloo, because they share GPUs"):
         ranks.run(_choose, 2, backend="cuda")

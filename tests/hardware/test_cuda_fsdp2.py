@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.training.collectives import dtensor
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
@@ -17,7 +17,7 @@ from tests.training.strategies.test_fsdp2 import Network, epoch, prepared
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
 ]
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from tests.hardware.test_cuda_kernel import ONE, SLACK_BYTES, StartKernel, _used, start  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
     pytest.mark.timeout(300),
 ]
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from nblaunch import env
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.host import gpus
 from tests.kernels import Kernel
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
     pytest.mark.timeout(300),
 ]
 
-COUNT = BACKEND.device_count()
+COUNT = CUDA.device_count()
 # Its UUID names the same device regardless of the CUDA_VISIBLE_DEVICES that the tests inherit.
 ONE = {"CUDA_VISIBLE_DEVICES": gpus.visible()[0] if COUNT else ""}
 IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.config import files
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
 ]
 
 TRAIN = """
@@ -50,7 +50,7 @@ def nblaunch(folder: Path, *words: str, env: Mapping[str, str] | None = None, st
 
 def test_a_plain_script_runs_on_every_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    count = BACKEND.device_count()
+    count = CUDA.device_count()
     out = nblaunch(tmp_path, "launch", "--multi_gpu", "train.py")
     assert out.count(f"sum {count} of {count}") == count, out
 
@@ -64,6 +64,6 @@ def test_gpu_ids_choose_the_gpus(tmp_path: Path) -> None:
 def test_the_questionnaire_finds_the_gpus(tmp_path: Path) -> None:
     nblaunch(tmp_path, "config", stdin="\n" * 40)
     values = files.read(tmp_path / "config.yaml").values
-    assert (values["backend"], values["num_processes"]) == ("cuda", BACKEND.device_count())
+    assert (values["backend"], values["num_processes"]) == ("cuda", CUDA.device_count())
     (tmp_path / "train.py").write_text("from nblaunch import Accelerator; print(Accelerator().device.type)\n")
     assert "cuda" in nblaunch(tmp_path, "launch", "train.py")

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, ProfileKwargs
 from nblaunch import DDPCommunicationHookType as Hook
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 from nblaunch.utils import AORecipeKwargs, broadcast_object_list, find_executable_batch_size, gather_object
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(CUDA.affinity() == 0, reason="no CUDA GPU here"),
     pytest.mark.timeout(240),
 ]
 
@@ -117,7 +117,7 @@ def _train_in_fp8() -> tuple[list[float], list[str]]:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_fp8() -> None:
-    problem = BACKEND.precision_problem("fp8")
+    problem = CUDA.precision_problem("fp8")
     if problem is not None:
         pytest.skip(problem)
     ((losses, kinds),) = ranks.run(_train_in_fp8, 1, backend="cuda", timeout_s=120)

@@ -15,21 +15,21 @@ MADE_UP = """
 from nblaunch import backends
 from nblaunch.backends import first_use
 from nblaunch.backends.cpu import CpuBackend
-from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.gpu import CUDA
 
 class MadeUp(CpuBackend):
     is_oversubscribable = False
     shares_devices = True
     def device_count(self):
         return 1
-    fork_hazard, first_use = BACKEND.fork_hazard, BACKEND.first_use
+    fork_hazard, first_use = CUDA.fork_hazard, CUDA.first_use
     def launch_notes(self, num_processes):
         return ("workers share a made-up device",) if num_processes > 1 else ()
 
     def explain_failure(self, error):
         if "asks for it" in str(error):
             raise LookupError("no such device")
-        return BACKEND.explain_failure(error)
+        return CUDA.explain_failure(error)
 
 real = backends.discover()["cpu"]
 backends._built_in()["cpu"] = MadeUp()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, backends, context
-from nblaunch.backends import cuda
+from nblaunch.backends import gpu
 from nblaunch.utils import AORecipeKwargs
 
 
@@ -149,7 +149,7 @@ def test_impossible_settings_are_rejected_at_once(arguments: dict[str, Any], mes
 def test_missing_torchao_is_reported() -> None:
     with pytest.raises(ImportError, match="pip install torchao"):
         AORecipeKwargs()
-    problem = cuda.BACKEND.precision_problem("fp8")
+    problem = gpu.CUDA.precision_problem("fp8")
     assert problem is not None
     assert "pip install torchao" in problem
 
@@ -158,11 +158,11 @@ def test_missing_torchao_is_reported() -> None:
 def test_gpus_without_fp8_are_rejected(
     capability: tuple[int, int], is_rejected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "is_installed", lambda name: name == "torchao")
+    monkeypatch.setattr(gpu, "is_installed", lambda name: name == "torchao")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A card")
-    problem = cuda.BACKEND.precision_problem("fp8")
+    problem = gpu.CUDA.precision_problem("fp8")
     assert (problem is not None) is is_rejected
 
 
