@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nblaunch import attached_debugger, debugging, env
 from nblaunch import dashboard as dashboards
+from nblaunch import debugging, env, other_debuggers
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.host import descriptors, signal_handlers
 from nblaunch.launcher.debug_client import release_kept_failures
@@ -334,7 +334,7 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
     check_flag("background", background)
     job: Job | None = None
     # A debugger would trace every line of the launcher. With engine="inline", it stays on for the function.
-    untraced = nullcontext if spec.engine == "inline" else attached_debugger.untraced
+    untraced = nullcontext if spec.engine == "inline" else other_debuggers.untraced
     try:
         with untraced(), signal_handlers.held_back():
             job = _prepared_job(spec, background=background, dashboard=dashboard)

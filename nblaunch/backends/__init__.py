@@ -10,7 +10,8 @@ xla_runtime.py     torch_xla: its import, its SPMD mode, and its world in a work
 torch_tpu.py       TPUs through TorchTPU
 compile_watch.py   which step of a loop made a lazy device compile
 first_use.py       whether forked workers could use the device, and which line of this process used it first
-process_group.py   torch's default process group: joining, leaving and forgetting it
+process_group.py   torch's default process group: joining, leaving and forgetting it; groups that code forms without a
+                   launcher
 
 A backend here is a device family. What torch.distributed calls a backend (gloo, NCCL) is a family's ``dist_backend``.
 """

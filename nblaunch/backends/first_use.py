@@ -1,7 +1,7 @@
 """Finds the line of this process that first used the device, and whether forked workers could use the device.
 
-Backends implement ``fork_hazard()`` and ``first_use()`` with this module. ``launcher/fork_safety.py`` finds other
-hazards, such as threads; ``launcher/plan.py`` decides how workers start.
+Backends implement ``fork_hazard()`` and ``first_use()`` with this module. ``launcher/plan.py`` finds other hazards,
+such as threads, and decides how workers start.
 
     watch                     lets torch count GPUs without using one, and records what torch_xla sets; called when
                               nblaunch is imported
@@ -41,7 +41,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from nblaunch import attached_debugger, env, packages
+from nblaunch import env, other_debuggers, packages
 from nblaunch.host import proc
 
 _NUM_FRAMES = 200
@@ -316,8 +316,8 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     A child that takes longer than ``timeout_s`` seconds counts as hung.
     """
     reader, writer = os.pipe()
-    with attached_debugger.kept_out():
-        pid = attached_debugger.fork()
+    with other_debuggers.kept_out():
+        pid = other_debuggers.fork()
         if pid == 0:
             _run_probe(attempt, writer)
     os.close(writer)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import packages
+from nblaunch import env, packages
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -375,3 +375,99 @@ def average(parameters: Sequence[torch.nn.Parameter]) -> None:
         if count:
             mean = (value / dist.get_world_size()).to(parameter.dtype).reshape(parameter.shape)
             parameter.grad = mean.to(parameter.device)
+
+
+# --- ways to form groups without a launcher ---------------------------------------------------------------------------
+
+_LIGHTNING = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
+_LIGHTNING_LAUNCHER = "{}.strategies.launchers.multiprocessing"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_ENDED_CHILD = ("ProcessRaisedException", "ProcessExitedException")
+
+
+def adapt_groups(topology: Topology) -> None:
+    """Make ways to form process groups without a launcher work in a worker, or raise an error."""
+    _reject_launchers(topology)
+    _let_ranks_meet_elsewhere(topology)
+    _let_spawned_ranks_meet(topology)
+
+
+def _reject_launchers(topology: Topology) -> None:
+    """Make Lightning's multi-process launchers raise an error in this worker, if the job has several ranks.
+
+    Otherwise, each of N ranks would start N processes, which would all join with this rank's address and
+    number. They would disturb each other and report only failed connections.
+    """
+    if topology.world_size == 1:
+        return
+
+    def raise_error(launcher: Any) -> None:
+        raise RuntimeError(
+            f"this strategy starts processes of its own, but rank {topology.rank} is already one of the "
+            f"{topology.world_size} processes that nblaunch has started. Use strategy='ddp', with "
+            f"devices={topology.local_world_size}, instead of 'ddp_notebook', 'ddp_fork' or 'ddp_spawn'"
+        )
+
+    def watch(module: Any) -> None:
+        packages.call_before(module._MultiProcessingLauncher, "launch", raise_error)
+
+    for package in _LIGHTNING:
+        packages.observe_when_imported(_LIGHTNING_LAUNCHER.format(package), watch)
+
+
+def _let_ranks_meet_elsewhere(topology: Topology) -> None:
+    """Let ranks form their group at an address of their own: a ``tcp://`` URL or another ``MASTER_PORT``.
+
+    Because of torchrun's variables, every rank would wait at that address for the launcher's store, which
+    exists only at the launcher's own address.
+    """
+
+    def watch(module: Any) -> None:
+        create = module._create_c10d_store
+
+        @packages.replaces(module, "_create_c10d_store")
+        def create_at_rank_0(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            if port == topology.master_port:
+                return create(hostname, port, *args, **kwargs)
+            with env.patched({_AGENT_STORE: None}):
+                return create(hostname, port, *args, **kwargs)
+
+    packages.observe_when_imported("torch.distributed.rendezvous", watch)
+
+
+def _let_spawned_ranks_meet(topology: Topology) -> None:
+    """Let processes of ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
+
+    Because of torchrun's variables, they would wait for the launcher's store at whatever address they choose.
+    If the job has several ranks, the ranks' groups need the same port, which raises an error. A single rank
+    gives its processes a free port instead.
+    """
+
+    def watch(module: Any) -> None:
+        start = module.start_processes
+
+        @packages.replaces(module, "start_processes", sys.modules[module.__package__])
+        def start_without_store(*args: Any, **kwargs: Any) -> Any:
+            port = {"MASTER_PORT": str(_free_port())} if topology.world_size == 1 else {}
+            with env.patched({_AGENT_STORE: None, **port}):  # the rank itself may still join a group
+                return start(*args, **kwargs)
+
+    packages.observe_when_imported("torch.multiprocessing.spawn", watch)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def explain_launcher(error: BaseException) -> tuple[str, ...]:
+    """Return a sentence about the function's own processes, if one of them has failed."""
+    kind = type(error)
+    if kind.__name__ not in _ENDED_CHILD or not kind.__module__.startswith("torch.multiprocessing"):
+        return ()
+    return (
+        "the function started this process itself, with torch.multiprocessing. If it was meant to be a rank, call its "
+        "function directly: nblaunch has already started one process per rank. Or launch with num_processes=1",
+    )

@@ -19,10 +19,12 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.diagnosis.stacks import Position, frames_inside_user_code
 from nblaunch.host.waits import Waits, endless_waits, has_awaited_object, wait_for_others
+from nblaunch.worker.inheritance import threads
 
 _PERIOD_S = 0.4
 
@@ -140,6 +142,21 @@ def explain(positions: Mapping[int, Position]) -> list[str]:
         f"{formatting.ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {what}, and the worker has no thread "
         "that could end the wait."
         for what, ranks in formatting.ranks_by_text(awaited).items()
+    ]
+
+
+def explain_threads_of_libraries(positions: Iterable[Position]) -> list[str]:
+    """Return a line for each library in which workers hang because the fork did not copy its threads.
+
+    Args:
+        positions: positions of ranks that were forked from this process.
+    """
+    files = {frame.filename for position in positions for frame in position.stack}
+    return [
+        f"{library.name} has threads in the kernel, which a fork does not copy, so a worker that uses it "
+        "hangs: launch with start_method='forkserver'"
+        for library in threads.LIBRARIES
+        if any(library.name in Path(file).parts for file in files) and library.is_running()
     ]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nblaunch import attached_debugger, env
+from nblaunch import env, other_debuggers
 from nblaunch.engines.engine import NODE_MODULE, Engine, NodeHandle, NodesWanted
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExitStatus
@@ -95,7 +95,7 @@ class CommandNode(NodeHandle):
                 open(log_path, "ab") as log,
                 process_control.signals_blocked(),
                 descriptors.forks_held_back(),
-                attached_debugger.kept_out(),
+                other_debuggers.kept_out(),
             ):
                 self._process = subprocess.Popen(
                     command,

@@ -3,8 +3,7 @@
 The kernel is the process that calls the launcher, a Jupyter kernel or a script; the word never means a CUDA kernel. The
 launcher is this code in the kernel, or in the process of a detached job (:mod:`nblaunch.detached`).
 
-    plan.py              whether and how to launch on this machine -> LaunchPlan
-      fork_safety.py     whether the kernel can be forked
+    plan.py              whether and how to launch on this machine -> LaunchPlan; whether the kernel can be forked
       copied_variables.py  warns about variables that every worker copies
     job.py               Job: the caller's future, with state and listeners
     runner.py            JobRunner: runs a job until it ends, attempt after attempt
@@ -17,7 +16,6 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       supervisor.py      the wait loop until the workers have ended; reads their results
         escalation.py    decides when each rank gets which signal; waits for checkpoints and for trained weights
         hang_watch.py    finds ranks without progress, and shows where ranks are
-        unread_queues.py  saves values that ranks put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
         slow_watch.py    explains slow steps
         guardian.py      kills the workers if the kernel dies; started at the first tick

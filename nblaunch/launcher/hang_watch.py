@@ -37,7 +37,6 @@ from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.diagnosis.stalls import Standing, explain_stall, waits_for_finished
 from nblaunch.events import Event, Metric, Note, Returned, Stalled, WorkerState
 from nblaunch.host import proc
-from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
@@ -337,7 +336,7 @@ class HangWatch:
             waiting = {rank: positions[rank] for rank in still}
             lines += [*long_waits.explain(waiting), long_waits.advice(start_method)]
         elif start_method == "fork":
-            lines += fork_safety.explain_hang(list(positions.values()))
+            lines += long_waits.explain_threads_of_libraries(positions.values())
         return lines, explanation
 
     def _explain(

@@ -7,20 +7,24 @@ are ended, because they may hold the devices.
 
 from __future__ import annotations
 
+import linecache
+import os
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from nblaunch import attached_debugger, backends, context, env, formatting, packages
+from nblaunch import backends, context, env, formatting, other_debuggers, packages
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import copied_variables, debug_client, fork_safety
+from nblaunch.launcher import copied_variables, debug_client, store
 from nblaunch.spec import LaunchSpec, uses
-from nblaunch.user_code import used_by
+from nblaunch.user_code import cell_name, is_user_file, used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
+from nblaunch.wire.assignment import FunctionCall
+from nblaunch.worker.inheritance import connections, threads
 
 _IS_MACOS = sys.platform == "darwin"
 
@@ -115,7 +119,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *(() if is_inline else _foreign_accelerators(spec)),
-            *(() if is_inline else filter(None, [attached_debugger.note()])),
+            *(() if is_inline else filter(None, [other_debuggers.note()])),
             *copied_variables.warnings_about(spec, num_processes, start.method),
         ),
     )
@@ -278,7 +282,7 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
     """
     if spec.engine == "inline":
         return _Start("inline", "as requested, the function runs in the kernel")
-    hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
+    hazard = find_fork_hazard(backend, (spec.function, spec.args))
     # A forkserver also forks, which fails on macOS even from a clean process.
     clean_method = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
@@ -343,4 +347,58 @@ def _has_prepared(value: Any) -> bool:
     """Return whether ``value`` is an Accelerator of Hugging Face Accelerate with prepared objects."""
     return packages.is_subclass(type(value), "accelerate.accelerator.Accelerator") and any(
         getattr(value, name, None) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    )
+
+
+# --- whether workers can be forked ------------------------------------------------------------------------------------
+
+# A fork copies the memory of all threads, but only the calling thread runs in the child. In a worker, whatever other
+# threads were doing never finishes: a lock that a thread held stays locked, and a pool waits for threads that do not
+# exist.
+#
+# The backend knows whether the device survives a fork (``Backend.fork_hazard``, ``backends/first_use.py``), and
+# ``worker/inheritance/threads.py`` knows which libraries do not.
+
+
+def find_fork_hazard(backend: Backend, call: FunctionCall) -> str | None:
+    """Return the reason why workers can't be forked from this thread, as the end of a sentence; None if they can.
+
+    Args:
+        backend: device family of the workers.
+        call: the function and its arguments.
+    """
+    if not hasattr(os, "fork"):
+        return "this system has no fork"
+    if _IS_MACOS:
+        return "Apple's system libraries do not survive a fork"
+    if threading.current_thread() is not threading.main_thread():
+        return (
+            "the launch comes from a thread other than the main thread, and a fork would copy locks that "
+            "the main thread holds"
+        )
+    if store.is_any_store_running():
+        return (
+            "another job of this process is running, and a fork could copy its store in the middle of a "
+            "change"
+        )
+    hazard = backend.fork_hazard()
+    if hazard is not None:
+        return hazard + _first_device_use(backend)
+    if connections.has_ray():
+        return (
+            "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both processes; "
+            "workers connect to the cluster themselves"
+        )
+    return threads.find_hazard(call)
+
+
+def _first_device_use(backend: Backend) -> str:
+    """Return the line of the user's own code that first used the device in this process, if it was seen."""
+    frames = [frame for frame in backend.first_use() if is_user_file(frame[0])]
+    if not frames:
+        return ""
+    filename, number, _ = frames[0]
+    source = linecache.getline(filename, number).strip()
+    return f"; it was first used in {cell_name(filename)}, line {number}" + (
+        f": `{source:.80}`" if source else ""
     )

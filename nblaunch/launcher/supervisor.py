@@ -45,12 +45,12 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.timeline import SpanRecorder
-from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Agreement, Boundary, StopAgreement, on_boundary
+from nblaunch.worker.inheritance.queues import UnreadQueues
 
 TICK_S = 0.1
 _INSPECTION_S = 0.25

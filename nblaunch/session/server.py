@@ -16,7 +16,7 @@ from functools import cache
 from types import CodeType
 from typing import Any, NoReturn
 
-from nblaunch import context
+from nblaunch import context, other_debuggers
 from nblaunch.backends import process_group
 from nblaunch.events import CommandEvent, Event, Exited, ExitStatus, Note, Returned, Started, WorkerState
 from nblaunch.host import descriptors
@@ -34,7 +34,7 @@ from nblaunch.wire.worker_commands import (
     SessionCommand,
     SetVariables,
 )
-from nblaunch.worker import debugger_calls, output
+from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
@@ -137,7 +137,7 @@ class _Server:
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.getpid() == self._pid:  # a process that the code forked has no input
-            self._debugger.stop_at(debugger_calls.caller(sys._getframe(1)))
+            self._debugger.stop_at(other_debuggers.caller(sys._getframe(1)))
 
     def _do(self, command: SessionCommand, files: Sequence[int]) -> None:
         if not files:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from nblaunch import attached_debugger, formatting
 from nblaunch import dashboard as dashboards
+from nblaunch import formatting, other_debuggers
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, hides_launcher
 from nblaunch.diagnosis.failure import failure_of
@@ -420,7 +420,7 @@ class Session(RankCommands):
         plan = plan_launch(spec, background=True)
         self._runner = JobRunner(spec, plan, [self._output], self._output.wake)
         release_kept_failures()
-        with self._output.shown_by([dashboards.lines_printer()]), attached_debugger.untraced():
+        with self._output.shown_by([dashboards.lines_printer()]), other_debuggers.untraced():
             if reason := self._runner.plan.fallback:
                 text = (
                     f"{reason}. Ranks do not have the notebook's variables: send them with "
@@ -444,7 +444,7 @@ class Session(RankCommands):
         self._unloaded_weights = {}
         if failed is not None:
             failed.release()
-        with attached_debugger.untraced():
+        with other_debuggers.untraced():
             report = self._client.request(ranks, command, files)
         for rank, failed_there in report.failed.items():
             if failed_there.info.type_name == "NameError":

@@ -29,7 +29,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
-from nblaunch import attached_debugger, backends, early_imports
+from nblaunch import backends, early_imports, other_debuggers
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import heap, proc
@@ -39,7 +39,7 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
-from nblaunch.worker.inheritance import random_states, threads_and_children
+from nblaunch.worker.inheritance import kernel_only, random_states, threads
 from nblaunch.worker.inheritance.files import KernelFiles
 
 
@@ -62,7 +62,7 @@ def fork_workers(call: FunctionCall, assignments: Sequence[Assignment], board: B
                 let_them_run()
                 _run_worker(assignment, assignments, load_call, board, originals, files)
 
-            with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
+            with heap.frozen(), process_control.signals_blocked(), other_debuggers.kept_out():
                 # A thread that has work takes the interpreter's lock, and this thread waits until the lock is free.
                 time.sleep(_PAUSE_S)
                 files.flush()  # other threads may have written during the pause
@@ -79,7 +79,8 @@ def _prepare(call: FunctionCall, assignments: Sequence[Assignment]) -> list[Assi
     early_imports.plan_for(call)
     early_imports.finish()
     is_paused = pause_pools()
-    threads_and_children.remember()
+    threads.remember()
+    kernel_only.remember_children()
     parent_pid = os.getpid()
     return [replace(each, parent_pid=parent_pid, restricts_threads=not is_paused) for each in assignments]
 
@@ -88,7 +89,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
     pids: dict[int, int] = {}
     for assignment in assignments:
         try:
-            pid = attached_debugger.fork()
+            pid = other_debuggers.fork()
         except OSError as error:
             kill_and_reap(pids.values())  # the workers that were already started
             raise LaunchError(_start_error(error, len(pids), len(assignments))) from error

@@ -42,7 +42,7 @@ from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import library_threads
+from nblaunch.worker.inheritance import threads
 
 _REPORT = struct.Struct("<iii")
 """A report from the server to the kernel: kind, rank, and a process id or an exit code."""
@@ -193,7 +193,7 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     except RuntimeError as error:
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
     device_hazard = backend.fork_hazard()
-    hazard = device_hazard or library_threads.find_hazard(call)
+    hazard = device_hazard or threads.find_hazard(call)
     if hazard is None:
         os.close(boot.call.fd)
         board = Board(first.topology.world_size, first.board_fd)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nblaunch import attached_debugger, backends, env, installation
+from nblaunch import backends, env, installation, other_debuggers
 from nblaunch.errors import LaunchError
 from nblaunch.events import Note
 from nblaunch.host import descriptors
@@ -155,7 +155,7 @@ def _start(
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     # Otherwise an interrupt would print the traceback of an unfinished import into the cell.
-    with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
+    with process_control.signals_blocked(), descriptors.forks_held_back(), other_debuggers.kept_out():
         return subprocess.Popen(
             [sys.executable, "-c", program, str(message_fd)],
             stdin=None if reads_input else subprocess.DEVNULL,

@@ -57,5 +57,5 @@ per optimizer step) ──> precision.py (scales it for fp16, and calls ``loss.b
 gradients) ──> ``nblaunch.progress`` (shows it)
 
 On dashboards, a step is a batch that data/loader.py has yielded, or an item of ``accelerator.progress``. A hook that
-the worker sets on torch counts the steps of all optimizers (``nblaunch.worker.libraries``).
+the worker sets on torch counts the steps of all optimizers (``nblaunch.worker.optimizer_steps``).
 """

@@ -2,22 +2,18 @@
 
 bootstrap.py         the life of a worker: set-up, the function, results, end
 process_control.py   POSIX session, death of the parent, signals and interrupts, stacks on request
-optimizer_steps.py   optimizer steps, which interrupts never split
+optimizer_steps.py   counts optimizer steps, which interrupts never split
 inheritance/         the state that a worker inherits from the kernel, and the treatment of each kind
-libraries.py         hooks on libraries: progress, plain text, Trainers created in the notebook, nested launchers
 collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records collectives, with the user's lines
-local_gradients.py   reads gradients before ranks exchange them
 user_lines.py        finds the user's line that called a hook
 import_times.py      imports that take long, which a note explains
-file_writes.py       saves, and files that several ranks may write at the same time
-output.py            sends output to the log file and displays to the launcher
+file_writes.py       saves, files that several ranks may write at the same time, and files that the function leaves open
+output.py            sends output to the log file and displays to the launcher; makes bars and consoles write plain text
 terminal_input.py    input() and getpass() of a script's rank 0, whose prompts the launcher writes
-open_files.py        files that the function leaves open
 delivery.py          sends the return value, then trained weights and optimizer states
 failure.py           prepares the user's exception for the launcher
 debugger.py          answers the kernel's questions about this worker's frames; pdb
-debugger_calls.py    makes pdb.set_trace() act as breakpoint()
 frames.py            the user's current line and variables; where printed stacks begin
 script.py            a Python script as the function
 """

@@ -1,6 +1,6 @@
 """The life of one worker, from its first instruction to its last.
 
-    attached_debugger  detaches from the kernel's debugger
+    other_debuggers  detaches from the kernel's debugger
     process_control  starts a POSIX session, ends with its parent, drops the kernel's signal handlers, handles SIGINT
     output           redirects descriptors 1 and 2 to the log file and 0 to /dev/null; replaces ``sys.stdin``,
                      ``sys.stdout`` and ``sys.stderr``; rank 0 of a script keeps its input
@@ -8,7 +8,7 @@
     inheritance      drops state that belongs only to the kernel; shows text instead of HTML; adapts a cell's Trainers
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
-    libraries        counts steps, bars and parameters as progress
+    frameworks       counts bars and parameters as progress, and optimizer_steps counts steps
     import_times     explains imports that take long
     file_writes      records which files the function saves, and how long that takes
     context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
@@ -39,7 +39,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nblaunch import attached_debugger, backends, context, env
+from nblaunch import backends, context, env, other_debuggers
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Reporters
 from nblaunch.context import ProcessContext
@@ -56,12 +56,9 @@ from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import (
     collective_hooks,
-    debugger_calls,
     file_writes,
     frames,
     import_times,
-    libraries,
-    open_files,
     output,
     process_control,
     terminal_input,
@@ -78,6 +75,7 @@ from nblaunch.worker.inheritance import (
     unfinished_files,
 )
 from nblaunch.worker.inheritance.files import KernelFiles
+from nblaunch.worker.optimizer_steps import steps
 
 if TYPE_CHECKING:
     from nblaunch.worker.debugger import Debugger
@@ -120,7 +118,7 @@ class _Worker:
     """
 
     def __init__(self, assignment: Assignment, slot: Slot | None, files: KernelFiles | None = None) -> None:
-        attached_debugger.leave()
+        other_debuggers.leave()
         process_control.lead_posix_session()
         process_control.end_with_parent(assignment.parent_pid)
         process_control.reset_signals()
@@ -146,7 +144,7 @@ class _Worker:
             self._prepare()
             self._watch_imports()
             frames.begin_stacks_at_function()
-            open_files.leave_out_present_objects()
+            file_writes.leave_out_present_objects()
             process_control.unblock_signals()
             with self.interrupts, self.child_handler:
                 function, args = load_call()
@@ -244,7 +242,8 @@ class _Worker:
             terminal_input.announce(assignment.rank, self.sender.send)
         payload.send_cells_by_value()
         self.slot.record_spans()
-        libraries.count_progress(self.slot)
+        steps.count_on(self.slot)
+        frameworks.count_progress(self.slot)
         num_collectives = collective_hooks.record_collectives(self.slot)
         file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives).watch()
         process_group.adapt_joining(assignment.topology)
@@ -273,7 +272,7 @@ class _Worker:
         )
         plain_loops.watch()
         frameworks.watch(assignment.rank)
-        libraries.adapt_groups(assignment.topology)
+        process_group.adapt_groups(assignment.topology)
         self._watch_objects_of_kernel()
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
@@ -306,7 +305,7 @@ class _Worker:
         sys.breakpointhook = (
             self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
         )
-        debugger_calls.redirect()
+        other_debuggers.redirect_set_trace()
         if self.assignment.post_mortem:
             self._debugger = self._start_debugger()  # it answers even while the rank waits in a collective
 
@@ -323,11 +322,11 @@ class _Worker:
         """Open pdb at ``breakpoint()``, except in a process that the function forked, which has no input."""
         if not self._is_subprocess:
             self._debugger = self._debugger or self._start_debugger()
-            self._debugger.stop_at(debugger_calls.caller(sys._getframe(1)))
+            self._debugger.stop_at(other_debuggers.caller(sys._getframe(1)))
 
     def _pass_breakpoint(self, *args: object, **kwargs: object) -> None:
         """Skip ``breakpoint()`` with a note, because there is no interactive input."""
-        frame = debugger_calls.caller(sys._getframe(1))
+        frame = other_debuggers.caller(sys._getframe(1))
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)
@@ -348,7 +347,7 @@ class _Worker:
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
             of_names = fresh_processes.explain(error)
-            of_processes = (*connections.explain_process(error), *libraries.explain_launcher(error))
+            of_processes = (*connections.explain_process(error), *process_group.explain_launcher(error))
             of_device = backends.find(self.assignment.backend).explain_failure(error)
             return *of_connections, *of_names, *of_processes, *of_device
         except Exception as broken:
@@ -399,7 +398,7 @@ class _Worker:
             queues.hand_over(self.slot, self._report_unread, self._warn)
             if multiprocessing.process._children or multiprocessing.util._finalizer_registry:  # type: ignore[attr-defined]
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-            open_files.write_left_open()
+            file_writes.write_left_open()
             if self.files is not None:
                 self.files.flush()
             output.flush_c_streams()

@@ -24,11 +24,11 @@ from typing import Any
 from zlib import crc32
 
 from nblaunch import packages
+from nblaunch.progress.same_samples import LocalGradients
 from nblaunch.wire.board import Slot
 from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, UNEVEN, CallWriter
 from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
-from nblaunch.worker.local_gradients import LocalGradients
 
 _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 """Records a method call, given the process group, the positional arguments and the keyword arguments."""

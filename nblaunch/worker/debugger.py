@@ -23,6 +23,7 @@ from traceback import format_exception, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
+from nblaunch.other_debuggers import own_pdb
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
@@ -40,7 +41,6 @@ from nblaunch.wire.worker_commands import (
     send_reply,
 )
 from nblaunch.worker import frames, output
-from nblaunch.worker.debugger_calls import own_pdb
 from nblaunch.worker.failure import describe_failure
 
 _SKIPPED = ("nblaunch", "nblaunch.*")

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.backends import process_group
 from nblaunch.wire import stop_agreement
 from nblaunch.wire.board import (
@@ -61,8 +62,12 @@ class OptimizerSteps:
 
     # --- hooks of torch ----------------------------------------------------------------------------------------------
 
+    def count_on(self, slot: Slot) -> None:
+        """Count steps on ``slot`` from now on, even if torch is imported later."""
+        packages.observe_when_imported("torch.optim.optimizer", lambda module: self.watch(module, slot))
+
     def watch(self, module: Any, slot: Slot) -> None:
-        """Count steps on ``slot`` from now on. ``module`` is ``torch.optim.optimizer``."""
+        """Set the hooks of :meth:`count_on`. ``module`` is ``torch.optim.optimizer``."""
         import torch
 
         monotonic, get_ident = time.monotonic, threading.get_ident

@@ -15,13 +15,16 @@ import ctypes
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.errors import LaunchError
 from nblaunch.events import Displayed, Event
-from nblaunch.host import files
+from nblaunch.host import files, waits
 from nblaunch.user_code import ipython_shell
 
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
@@ -253,3 +256,72 @@ def show_pending_figures() -> None:
     if inline is None or pyplot is None or "inline" not in pyplot.get_backend():
         return
     inline.flush_figures()
+
+
+# --- plain text from bars and consoles --------------------------------------------------------------------------------
+
+_kept_functions: list[Any] = []
+"""Functions that hooks have replaced. Freeing a function writes to every object that its code refers to, and would copy
+those pages of the kernel's memory."""
+
+
+def show_plain_text() -> None:
+    """Make bars and consoles write plain text, whether a cell or the function imports their library.
+
+    tqdm gets one status line per rank. Its notebook class overrides methods of the plain class to update a widget,
+    which no worker can reach; without these overrides it behaves like the plain class. tqdm's lock is replaced
+    as well, because processes share it: a worker that is killed while it holds the lock would stop every bar of the
+    kernel for good.
+
+    rich redraws live displays in a widget, or in a terminal by moving the cursor. A worker has neither, and every
+    frame would stay in the cell. A live display therefore writes only its last state, even on consoles that the
+    kernel created.
+    """
+    packages.observe_when_imported("tqdm.std", _keep_to_one_line)
+    packages.observe_when_imported("tqdm.notebook", _undo_widgets)
+    packages.observe_when_imported("rich.console", _be_a_printer)
+    packages.observe_when_imported("rich.live", lambda live: _name_clock(live._RefreshThread, "rich"))
+    packages.observe_when_imported(
+        "tensorboard.summary.writer.event_file_writer",
+        lambda module: _name_clock(module._AsyncWriterThread, "tensorboard"),
+    )
+
+
+def _keep_to_one_line(std: Any) -> None:
+    _renew_lock(std)
+    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
+    std.tqdm._instances.clear()
+    _kept_functions.append(std.tqdm.moveto)
+    std.tqdm.moveto = _stay
+    _name_clock(std.TMonitor, "tqdm")
+
+
+def _name_clock(cls: Any, library: str) -> None:
+    """Name a class's threads, which work at intervals, so that the launcher sees when they are idle."""
+    packages.call_before(cls, "run", lambda thread: waits.name_as_clock(library))
+
+
+def _renew_lock(std: Any) -> None:
+    _kept_functions.append(getattr(std.tqdm, "_lock", None))
+    std.tqdm.set_lock(threading.RLock())
+
+
+def _undo_widgets(notebook: Any) -> None:
+    cls = notebook.tqdm_notebook
+    for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
+        if name in vars(cls):
+            _kept_functions.append(vars(cls)[name])
+            delattr(cls, name)
+
+
+def _stay(self: Any, lines: int) -> None:
+    """Do not move the cursor, because a log has none. Nested bars share the rank's status line."""
+
+
+def _be_a_printer(console: Any) -> None:
+    console.Console.is_jupyter = property(lambda self: False, _ignore)
+    console.Console.is_dumb_terminal = property(lambda self: True)
+
+
+def _ignore(self: object, value: object) -> None:
+    """Ignore the value that a console assigns to the property."""

@@ -15,7 +15,7 @@ from nblaunch import backends, context
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import fork_safety, plan
+from nblaunch.launcher import plan
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.training.utilities import helpers
@@ -114,7 +114,6 @@ def test_an_integrated_gpu_is_used_without_another(
 
 @pytest.fixture
 def mac(install: Install, monkeypatch: pytest.MonkeyPatch) -> simulated.FakeModule:
-    monkeypatch.setattr(fork_safety.sys, "platform", "darwin")
     monkeypatch.setattr(plan, "_IS_MACOS", True)
     return install("mps")
 

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch import attached_debugger, backends
+from nblaunch import backends, other_debuggers
+from nblaunch.diagnosis import long_waits
 from nblaunch.diagnosis.stacks import Position, StackFrame
 from nblaunch.errors import WorkerDied
-from nblaunch.launcher import fork_safety
+from nblaunch.launcher import plan
 from nblaunch.notebook import notebook_launcher
-from nblaunch.worker.inheritance import library_threads
+from nblaunch.worker.inheritance import threads
 from tests.kernels import Kernel
 
 _PR_SET_NAME = 15  # source: prctl(2)
@@ -106,13 +107,13 @@ def test_a_function_that_uses_a_library_built_on_tokio_is_not_forked(
     assert hazard(uses_rust) is None
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "comm").write_bytes(b"tokio-rt-worker\n")
-    monkeypatch.setattr(library_threads, "_THREADS", tmp_path)
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
     assert "the function uses rust_library" in (hazard(uses_rust) or "")
     assert hazard(uses_nothing) is None
 
 
 def hazard(function: Any, *args: Any) -> str | None:
-    return fork_safety.find_hazard(backends.find("cpu"), (function, args))
+    return plan.find_fork_hazard(backends.find("cpu"), (function, args))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_functions_are_not_forked_if_their_libraries_require_an_unsafe_one(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "detector", detector)
-    library_threads._requires.cache_clear()
+    threads._requires.cache_clear()
     for function, args in ((uses_detector, ()), (uses_nothing, (Detector(),))):
         assert ("detector, which requires polars" in (hazard(function, *args) or "")) is is_unsafe
 
@@ -183,7 +184,7 @@ def test_other_threads_do_not_hide_a_library(
         (tmp_path / number).mkdir()
         if name is not None:
             (tmp_path / number / "comm").write_bytes(name)
-    monkeypatch.setattr(library_threads, "_THREADS", tmp_path)
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
     monkeypatch.setitem(sys.modules, "polars", polars)
     assert "polars" in (hazard(uses_module) or "")
 
@@ -199,7 +200,7 @@ def test_a_process_that_has_left_a_ray_cluster_is_not_forked(
 ) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "comm").write_text("gcs_client_io_s\n")
-    monkeypatch.setattr(library_threads, "_THREADS", tmp_path)
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     assert "same IDs" in (hazard(imports_ray) or "")
     assert hazard(uses_nothing) is None
@@ -210,7 +211,7 @@ def test_a_function_that_takes_only_an_array_of_jax_is_not_forked(
 ) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "comm").write_text("tf_XLAEigen\n")
-    monkeypatch.setattr(library_threads, "_THREADS", tmp_path)
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
     monkeypatch.setitem(sys.modules, "jaxlib", ModuleType("jaxlib"))
     array = type("ArrayImpl", (), {"__module__": "jaxlib._jax"})()
     assert "the function uses jaxlib" in (hazard(uses_nothing, array) or "")
@@ -240,16 +241,16 @@ def test_a_fork_shows_no_warning_of_a_library(monkeypatch: pytest.MonkeyPatch) -
         return 5
 
     monkeypatch.setattr("posix.fork", warn)
-    assert attached_debugger.fork() == 5
+    assert other_debuggers.fork() == 5
 
 
 def test_a_hang_inside_a_library_names_it(running: None) -> None:
     frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
     stuck = Position("cell 3, line 2 in train", stack=(frame,))
-    (line,) = fork_safety.explain_hang([stuck])
+    (line,) = long_waits.explain_threads_of_libraries([stuck])
     assert "polars" in line
     assert "forkserver" in line
-    assert fork_safety.explain_hang([Position("cell 3, line 2 in train")]) == []
+    assert long_waits.explain_threads_of_libraries([Position("cell 3, line 2 in train")]) == []
 
 
 def reject_as_gnu_openmp_does() -> None:
@@ -293,8 +294,8 @@ def add():
         assert "gRPC runs threads in this process" in cell.shown
     kernel.run(
         "channel.close()\n"
-        "from nblaunch.worker.inheritance import library_threads\n"
-        "while library_threads.find_hazard((add, ())): pass  # its threads end a moment later"
+        "from nblaunch.worker.inheritance import threads\n"
+        "while threads.find_hazard((add, ())): pass  # its threads end a moment later"
     )
     cell = kernel.run("notebook_launcher(add, num_processes=2), last_job().plan.start_method")
     assert cell.value == (2, "fork")

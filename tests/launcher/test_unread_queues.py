@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from nblaunch.events import Event, Note, PutUnread
-from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.wire.board import Board
+from nblaunch.worker.inheritance.queues import UnreadQueues
 
 PIECE = bytes(500_000)
 

@@ -6,10 +6,10 @@ each start method. Each row has a contract test.
 A forked worker has copies of the kernel's objects. Where a copy can't work, ``packages.before_first_use`` repairs or
 reports it when the function first uses it:
 
-kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
-threads_and_children.py  restarts log listeners, reports joins of threads that the fork left behind, and lets workers
-                  query programs that the kernel has started
-library_threads.py  libraries with threads of their own, which fail in a fork: grpc, polars, TensorFlow
+kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler; lets workers query programs
+                  that the kernel has started; adapts Trainers that a cell has created
+threads.py        libraries with threads of their own, which fail in a fork: grpc, polars, TensorFlow; restarts log
+                  listeners, and reports joins of threads that the fork left behind
 pools.py          recreates pools of the standard library and joblib, and restarts data loaders
 tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb, trackio and TensorBoard; reports what Comet's
                   and optuna's would lose
@@ -38,6 +38,7 @@ lost_changes.py   names variables of the notebook that the function fills or ass
                   result_variables.py  finds variables and attributes in which a function may keep results
                   watched_values.py    detects results in containers, arrays, tables, tensors, attributes and
                                        trained objects of libraries
-queues.py         waits until others have read the values that the function put into multiprocessing queues
+queues.py         waits until others have read the values that the function put into multiprocessing queues; in the
+                  launcher, saves the values that nobody reads
 called_code.py    the functions and classes that a call reaches, and what they name and assign
 """

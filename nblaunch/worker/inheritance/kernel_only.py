@@ -15,16 +15,21 @@ import getpass
 import multiprocessing.process
 import multiprocessing.util
 import os
+import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from nblaunch import packages
 from nblaunch.backends import process_group
+from nblaunch.host import exhaustion
 from nblaunch.wire import accelerate_states
-from nblaunch.worker import libraries
-from nblaunch.worker.inheritance import pools, threads_and_children
+from nblaunch.worker import output
+from nblaunch.worker.inheritance import pools, threads
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
@@ -46,21 +51,21 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _drop_kernel_messages()
     _forget_figures()
     _stop_profiler()
-    libraries.show_plain_text()
+    output.show_plain_text()
     _disown_processes()
-    threads_and_children.watch_children()
+    _watch_children()
     _leave_event_loop()
     pools.renew_at_use()
     os.register_at_fork(after_in_child=_renew_in_child)
-    threads_and_children.watch_threads()
+    threads.watch()
     accelerate_states.reset_in_worker()
-    libraries.renew_objects()
+    _renew_trainers()
     process_group.forget_inherited()
 
 
 def _renew_in_child() -> None:
     """Adapt the child processes and pools that a process inherits when the function forks it from this worker."""
-    threads_and_children.watch_children(is_forked_here=True)
+    _watch_children(is_forked_here=True)
     pools.renew_at_use()
 
 
@@ -253,3 +258,179 @@ def _disown_forkserver(server: Any) -> None:
     preload = server._preload_modules
     server.__init__()
     server._preload_modules = preload
+
+
+# --- programs that the kernel has started -----------------------------------------------------------------------------
+
+# Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with
+# status 0. In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()``
+# would do nothing. A worker therefore asks the system for the state of the programs that the kernel started.
+
+_POLL_S = 0.05
+_STATE, _EXIT_STATUS = 0, 49
+"""Indices of fields after the command's name. Source: proc_pid_stat(5), state and exit_code."""
+
+_ENDED = ("Z", "X")
+
+_has_children = False
+"""Whether the process that forked this worker had children, which may be programs."""
+
+_are_children_watched = False
+
+
+def remember_children() -> None:
+    """Record whether this process, which is about to fork, has children."""
+    global _has_children
+    _has_children = True
+    if sys.platform != "darwin":  # this system has no waitid()
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            _has_children = False
+
+
+def _watch_children(*, is_forked_here: bool = False) -> None:
+    """Make ``subprocess`` in this process report the true state of the programs that the kernel started.
+
+    Args:
+        is_forked_here: whether this process was forked from a worker, which may have started programs itself.
+    """
+    global _are_children_watched
+    if _are_children_watched or not (_has_children or is_forked_here):
+        return
+    _are_children_watched = True
+    cls: Any = subprocess.Popen
+    poll, try_wait = cls._internal_poll, cls._try_wait
+
+    @packages.replaces(cls, "_internal_poll")
+    def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
+        if self.returncode is not None or packages.is_own(self):
+            result: int | None = poll(self, *args, **kwargs)
+            return result
+        status = _status(self.pid)
+        if status is not None:
+            self._handle_exitstatus(status)
+        return None if status is None else self.returncode
+
+    @packages.replaces(cls, "_try_wait")
+    def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
+        if packages.is_own(self):
+            result: tuple[int, int] = try_wait(self, wait_flags)
+            return result
+        while (status := _status(self.pid)) is None:
+            if wait_flags & os.WNOHANG:
+                return 0, 0
+            time.sleep(_POLL_S)
+        return self.pid, status
+
+    packages.call_before(cls, "__init__", packages.mark_as_own)
+
+
+def _status(pid: int) -> int | None:
+    """Return the wait status of a process that has ended (0 if only its parent knows it); None while it runs."""
+    try:
+        os.kill(pid, 0)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except PermissionError:  # the process belongs to another user
+        return None
+    except ProcessLookupError:
+        return 0
+    except OSError as error:
+        # The process has just ended, unless its file can't be opened or there is no /proc.
+        is_unknown = exhaustion.is_exhausted(error) or not os.path.isdir("/proc/self")
+        return None if is_unknown else 0
+    return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None
+
+
+# --- Trainers that a cell has created ---------------------------------------------------------------------------------
+
+# A ``Trainer`` or ``TrainingArguments`` of transformers that a notebook cell created must adapt to the worker. Both
+# store facts about their process: device, number of GPUs, batch size per process, an Accelerator. These attributes are
+# recomputed when one of them is first used on an object that another process created.
+
+_MARK = "_nblaunch_worker"
+"""Attribute that names the process that computed an object's other attributes. It is plain text, because training
+arguments are saved to files.
+"""
+
+
+_ARGUMENT_NAMES = ("_setup_devices", "_n_gpu", "distributed_state")
+_TRAINER_NAMES = (
+    "accelerator",
+    "gather_function",
+    "_train_batch_size",
+    "is_fsdp_enabled",
+    "is_deepspeed_enabled",
+)
+
+
+def _renew_trainers() -> None:
+    """Adapt ``Trainer`` and ``TrainingArguments`` to this worker, as soon as they are imported."""
+    worker = os.urandom(8).hex()
+    packages.observe_when_imported(
+        "transformers.training_args", lambda module: _watch_arguments(module, worker)
+    )
+    packages.observe_when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
+
+
+def _watch_arguments(module: Any, worker: str) -> None:
+    cls = module.TrainingArguments
+    find_out = getattr(cls._setup_devices, "func", None) or cls._setup_devices.fget
+
+    def renew(arguments: Any) -> None:
+        vars(arguments)["_setup_devices"] = find_out(arguments)
+
+    for name in _ARGUMENT_NAMES:
+        setattr(cls, name, _Renewed(name, worker, renew, ()))
+
+
+def _watch_trainers(module: Any, worker: str) -> None:
+    def renew(trainer: Any) -> None:
+        _ = trainer.args.device  # joins the process group with the settings of the arguments
+        trainer._train_batch_size = trainer.args.train_batch_size
+        trainer.create_accelerator_and_postprocess()
+
+    for name in _TRAINER_NAMES:
+        setattr(module.Trainer, name, _Renewed(name, worker, renew, _TRAINER_NAMES))
+
+
+class _Renewed:
+    """An attribute that is recomputed, together with others, on an object that another process created.
+
+    Args:
+        name: name of the attribute.
+        worker: name of this process.
+        renew: recomputes all attributes of an object that belong together.
+        evidence: attributes that show that another process created an object; such an object has at least one
+            of them. If this is empty, all objects are treated in this way, because their class computes the
+            attribute on first use.
+    """
+
+    def __init__(self, name: str, worker: str, renew: Callable[[Any], None], evidence: Sequence[str]) -> None:
+        self._name = name
+        self._worker = worker
+        self._renew = renew
+        self._evidence = evidence
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        values = vars(instance)
+        self._update(instance, values)
+        try:
+            return values[self._name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+            ) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._update(instance, vars(instance))
+        vars(instance)[self._name] = value
+
+    def _update(self, instance: Any, values: dict[str, Any]) -> None:
+        if values.get(_MARK) == self._worker:
+            return
+        values[_MARK] = self._worker
+        if not self._evidence or not values.keys().isdisjoint(self._evidence):
+            self._renew(instance)

@@ -11,11 +11,11 @@ from tests.kernels import Kernel
 
 CELL = """
 import os, subprocess, sys, threading
-from nblaunch import Session, attached_debugger, last_job, notebook_launcher
+from nblaunch import Session, other_debuggers, last_job, notebook_launcher
 
 def look():
     assert sys.gettrace() is None and threading._trace_hook is None
-    assert not attached_debugger.is_attached()
+    assert not other_debuggers.is_attached()
     child = subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True)
     thread = threading.Thread(target=os.getpid)
     thread.start()
@@ -29,7 +29,7 @@ def debugged() -> Iterator[Kernel]:
     with Kernel.start() as kernel:
         kernel.run(CELL)
         kernel.start_debugger()
-        assert kernel.run("attached_debugger.is_attached(), sys.gettrace() is not None").value == (True, True)
+        assert kernel.run("other_debuggers.is_attached(), sys.gettrace() is not None").value == (True, True)
         yield kernel
 
 
@@ -39,12 +39,12 @@ def test_workers_start_without_the_debugger_of_the_kernel(debugged: Kernel, star
         f"notebook_launcher(look, num_processes=2, start_method={start_method!r}, return_all=True, dashboard='text')",
     )
     assert cell.value == [("0", "5\n"), ("1", "5\n")]
-    assert debugged.run("attached_debugger.is_attached(), sys.gettrace() is not None").value == (True, True)
+    assert debugged.run("other_debuggers.is_attached(), sys.gettrace() is not None").value == (True, True)
 
 
 @pytest.mark.thorough
 def test_sessions_start_without_the_debugger_and_say_so_once(debugged: Kernel) -> None:
-    debugged.run("attached_debugger._is_noted = False")
+    debugged.run("other_debuggers._is_noted = False")
     launch = "notebook_launcher(look, num_processes=1, dashboard='text')"
     cells = [debugged.run(launch), debugged.run(launch)]
     assert ["breakpoints set in the front end" in cell.shown for cell in cells] == [True, False]

@@ -1,4 +1,5 @@
-"""A debugger attached to this process: pydevd, which JupyterLab, VS Code and PyCharm use, or pdb.
+"""Debuggers other than nblaunch's: one attached to the kernel (pydevd, which JupyterLab, VS Code and PyCharm use, or
+pdb), and those that code in a worker calls.
 
 A debugger traces the main thread. pydevd also replaces the functions that start processes, so that it can follow the
 children. A worker has neither the debugger's threads nor its connection to the front end, and would wait for both
@@ -15,7 +16,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
 from typing import Any
+
+from nblaunch import packages
 
 _PATCHED = ("os", "subprocess", "_posixsubprocess")
 _is_noted = False
@@ -138,3 +142,36 @@ def _restore(module: Any) -> None:
     for name, original in list(vars(module).items()) if module is not None else ():
         if name.startswith(_ORIGINAL):
             setattr(module, name.removeprefix(_ORIGINAL), original)
+
+
+# --- set_trace --------------------------------------------------------------------------------------------------------
+
+# In a worker, ``pdb.set_trace()`` and the ``set_trace()`` of IPython and ipdb act as ``breakpoint()``. Their prompts
+# would read from a terminal, which a worker does not have.
+
+_DEBUGGERS = ("pdb", "ipdb.__main__", "IPython.core.debugger", __name__)
+
+
+def redirect_set_trace() -> None:
+    """Make ``set_trace()`` act as ``breakpoint()`` once pdb, from which the other debuggers inherit, is imported."""
+    packages.observe_when_imported("pdb", _redirect)
+
+
+def own_pdb(module: ModuleType) -> type:
+    """Return Python's own ``Pdb`` class, which a kernel replaces in the module with IPython's."""
+    return next(cls for cls in module.Pdb.__mro__ if cls.__module__ == "pdb")
+
+
+def caller(frame: FrameType) -> FrameType:
+    """Return the innermost frame that is not in a debugger, beginning with ``frame``."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_globals.get("__name__") in _DEBUGGERS:
+        outer = outer.f_back
+    return outer or frame
+
+
+def _redirect(module: ModuleType) -> None:
+    def set_trace(self: object, *args: object, **options: object) -> None:
+        sys.breakpointhook()  # noqa: T100 a worker's hook
+
+    own_pdb(module).set_trace = set_trace  # type: ignore[attr-defined]

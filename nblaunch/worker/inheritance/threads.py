@@ -1,14 +1,23 @@
-"""Libraries that run threads of their own in this process, and fail in a fork of it.
+"""Threads of this process, which do not run in a fork of it.
 
-The kernel and the server of a forkserver check them before they fork workers (``launcher/fork_safety.py``,
-``start_methods/forkserver.py``).
+Some libraries that run threads of their own fail in a fork of a process that has used them. The kernel and the server
+of a forkserver check this before they fork workers (``launcher/plan.py``, ``start_methods/forkserver.py``).
+
+A ``QueueHandler`` passes log records to the thread of a ``QueueListener``; a worker restarts that thread at its first
+record. ``join()`` of any other thread returns at once in a worker, because Python marks the threads that a fork
+leaves behind as ended. A note says so.
+
+The launcher uses other ways to detect workers that wait for a thread of the kernel (``diagnosis/long_waits.py``).
 """
 
 from __future__ import annotations
 
+import atexit
 import mmap
+import queue
 import re
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +26,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nblaunch.user_code import is_user_function, names_in, reachable_from
+from nblaunch import context, packages
+from nblaunch.events import Note
+from nblaunch.user_code import is_user_file, is_user_function, names_in, reachable_from
 from nblaunch.wire.assignment import FunctionCall
 
-_THREADS = Path("/proc/self/task")
+_TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ LIBRARIES = (
     Library("dask", flag=_DASK_CLIENTS),  # its collections compute through a client, if there is one
 )
 
-_TOKIO_THREADS = {"tokio-rt-worker", "tokio-runtime-w"}
+_TOKIO_TASKS = {"tokio-rt-worker", "tokio-runtime-w"}
 _FORKABLE = {"tokenizers"}
 """Libraries that contain tokio, but use it for downloads only."""
 
@@ -122,7 +133,7 @@ def _end_of_grpc() -> str:
 def _thread_names() -> set[str]:
     names: set[str] = set()
     with suppress(OSError):  # no such folder on this system
-        for folder in _THREADS.iterdir():
+        for folder in _TASKS.iterdir():
             with suppress(OSError):  # the thread has just ended
                 # Linux cuts names after 15 bytes, even within a character.
                 names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
@@ -131,7 +142,7 @@ def _thread_names() -> set[str]:
 
 def _runs_tokio() -> bool:
     """Return whether tokio, a Rust library for asynchronous code, runs threads in this process."""
-    return not _TOKIO_THREADS.isdisjoint(_thread_names())
+    return not _TOKIO_TASKS.isdisjoint(_thread_names())
 
 
 def _is_built_on_tokio(library: str) -> bool:
@@ -184,3 +195,94 @@ def _names_of_libraries(value: Any) -> set[str]:
         return set(names_in(value.__code__))
     kind = value if issubclass(type(value), type) else type(value)
     return {str(kind.__module__).partition(".")[0]}
+
+
+# --- threads that the fork of a worker has left behind ----------------------------------------------------------------
+
+_threads: list[threading.Thread] = []
+"""The threads that ran in the kernel at the fork, as seen in a forked worker."""
+
+_listeners: list[Any] = []
+"""Objects of the class ``QueueListener`` whose methods these threads run."""
+
+_reported: set[int] = set()
+"""IDs of threads whose joins were reported."""
+
+
+def remember() -> None:
+    """Record the threads of this process, which is about to fork."""
+    _threads[:] = threading.enumerate()
+    _threads.remove(threading.current_thread())
+    handlers: Any = sys.modules.get("logging.handlers")
+    if handlers is not None:
+        runners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in _threads)
+        _listeners[:] = [runner for runner in runners if isinstance(runner, handlers.QueueListener)]
+
+
+def watch() -> None:
+    """Restart log listeners in this worker when needed, and report joins of threads that do not run here."""
+    if _listeners:
+        handlers: Any = sys.modules["logging.handlers"]
+        packages.before_first_use(
+            handlers.QueueHandler,
+            ["handle"],
+            lambda handler: _restart_listener(handler.queue),
+            includes_new=True,
+        )
+    if _threads:
+        _watch_joins()
+
+
+def _restart_listener(records: Any) -> None:
+    """Start a thread for the listener that reads one of the kernel's queues, if there is such a listener.
+
+    Records in queues that processes share still reach the kernel's listener.
+    """
+    if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
+        return
+    for listener in _listeners:
+        if listener.queue is records and listener._thread in _threads:
+            _empty(records)
+            listener._thread = None
+            listener.start()
+            atexit.register(_stop, listener)
+            return
+
+
+def _empty(records: Any) -> None:
+    """Drop the records, which the kernel's own thread handles, and the queue's locks, which that thread may hold."""
+    if isinstance(records, queue.Queue):
+        queue.Queue.__init__(records, records.maxsize)
+        return
+    while not records.empty():
+        records.get_nowait()
+
+
+def _stop(listener: Any) -> None:
+    if listener._thread is not None:  # the function may have stopped it
+        listener.stop()
+
+
+def _watch_joins() -> None:
+    join = threading.Thread.join
+
+    @packages.replaces(threading.Thread, "join")
+    def join_here(self: threading.Thread, timeout: float | None = None) -> None:
+        if id(self) not in _reported and any(self is thread for thread in _threads):
+            caller = sys._getframe(1)
+            if is_user_file(caller.f_code.co_filename):
+                _reported.add(id(self))
+                _report_join(self.name, caller.f_lineno)
+        join(self, timeout)
+
+
+def _report_join(name: str, line: int) -> None:
+    here = context.current()
+    here.emit(
+        Note(
+            rank=here.topology.rank,
+            kind="warning",
+            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker, so join() "
+            "returns at once, before the thread has done its work. Start the thread inside the function",
+        )
+    )
