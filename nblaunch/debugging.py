@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from nblaunch import dashboard as dashboards
-from nblaunch.dashboard.terminal import is_terminal, live_hidden
+from nblaunch.dashboard.text import is_terminal, live_hidden
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure

@@ -26,7 +26,7 @@ from nbclient import NotebookClient
 from traitlets.config import Config
 
 from nblaunch import env
-from nblaunch.dashboard.terminal import LiveTable, moves_cursor, write
+from nblaunch.dashboard.text import LiveTable, moves_cursor, write
 
 _TABLE_PREFIX = "nblaunch-"
 """Prefix of the display ids of dashboards."""

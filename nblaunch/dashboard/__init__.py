@@ -10,8 +10,8 @@ table.py           all text of the view: rows of the whole job and of ranks, hea
 columns.py         its columns: when each appears, and its text for a rank and for the whole job
 result.py          how a job ended: its figures, whether all ranks did the same, its failures
 notices.py         slow and stalled ranks, non-finite losses; sets the rate of a stopped rank to 0
-text.py            the table as text, and the progress in one line
-terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place
+text.py            the table as text, and the progress in one line; the dashboard for scripts and terminals, with a
+                   table that is redrawn in place
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
@@ -33,7 +33,7 @@ from typing import Any, TextIO, get_args
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard, ShownJob
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab, running_request
-from nblaunch.dashboard.terminal import LiveTable, TextDashboard, moves_cursor
+from nblaunch.dashboard.text import LiveTable, TextDashboard, moves_cursor
 from nblaunch.events import JobEnded
 from nblaunch.packages import is_installed
 from nblaunch.spec import DashboardKind

@@ -27,7 +27,7 @@ from typing import Any, TextIO, final
 from nblaunch import formatting
 from nblaunch.dashboard.base import Bundle, Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
-from nblaunch.dashboard.terminal import LiveTable, write
+from nblaunch.dashboard.text import LiveTable, write
 from nblaunch.events import AttemptStarted, Displayed, Event, InputAwaited, InputRead, LogLines, Note
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading

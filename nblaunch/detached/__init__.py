@@ -9,8 +9,8 @@
 
 job_process.py          starts the process that runs a job, with the ordinary ``JobRunner``
 recorder.py             writes the folder of the job, and waits if the disk has no space for the result
-home.py                 location of the jobs' folders; the user's key
-folder.py               contents of a job's folder, private to the user; checks which pickles this version can read
+folder.py               location of the jobs' folders; the user's key; contents of a job's folder, private to the user;
+                        checks which pickles this version can read
 record.py               facts about a job as JSON, without pickles
 listing.py              lists jobs, from folders and from processes whose folders were removed
 requests.py             requests to a running job, on its Unix sockets

@@ -21,9 +21,8 @@ from typing import NoReturn
 
 from nblaunch import backends, installation
 from nblaunch.detached import record
-from nblaunch.detached.folder import JobFolder, Launch, own_layout
+from nblaunch.detached.folder import JobFolder, Launch, open_home, own_layout
 from nblaunch.detached.follower import JobFollower, follow
-from nblaunch.detached.home import open_home
 from nblaunch.detached.listing import Served
 from nblaunch.detached.record import Record
 from nblaunch.detached.recorder import Recorder

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nblaunch import formatting
-from nblaunch.detached.folder import JobFolder, Unusable, own_layout
-from nblaunch.detached.home import present_homes, private_problem
+from nblaunch.detached.folder import JobFolder, Unusable, own_layout, present_homes, private_problem
 from nblaunch.detached.record import End, Head, Record
 from nblaunch.detached.requests import Endpoint, served_addresses
 from nblaunch.host import files

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.detached import home
 from nblaunch.detached.folder import (
     END_RESERVE,
     ERROR,
     EVENTS,
+    KEY_NAME,
     MAX_END_BYTES,
     RECORD,
     RESULT,
@@ -185,7 +185,7 @@ class Recorder:
         files.make_private_folder(self._folder.path)
         self._keep_home_from_cleaners()
         with files.private_folder(self._folder.path.parent) as home_fd:
-            files.make_once(home_fd, home.KEY_NAME, self._folder.user_key)
+            files.make_once(home_fd, KEY_NAME, self._folder.user_key)
         with self._folder.opened() as fd:
             self._log.mark()
             if not _is_same(fd, EVENTS, self._events_fd):

@@ -8,8 +8,8 @@ The job runs the function ``serve``. A rank reports a command as a worker report
 same events through the same pipe.
 
 session.py       Session: the caller's object
-rank_commands.py commands to all or some ranks: code, variables
-client.py        in the kernel: sends commands and variables to the ranks, waits until they end, keeps failures
+client.py        in the kernel: commands to all or some ranks; sends them and variables, waits until they end, keeps
+                 failures
 release.py       in the kernel: frees ranks that do not end after a failure or an interrupt, and kills them in the end
 server.py        in each worker: executes commands, code as a notebook cell
 interrupts.py    in each worker: raises a command's interrupt, and frees code that waits for other ranks

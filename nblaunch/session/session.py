@@ -23,9 +23,8 @@ from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, 
 from nblaunch.launcher.outcome import EndedAttempt, JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import ENDED, FailedCommand, SessionClient
+from nblaunch.session.client import ENDED, FailedCommand, RankCommands, SessionClient, SomeRanks
 from nblaunch.session.output import CommandReport, SessionOutput, emit
-from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import (
     BackendName,

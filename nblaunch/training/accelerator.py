@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nblaunch.training import arguments, gradients, joining, uneven_inputs
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.checkpoints import load_state, model_files
-from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
-from nblaunch.training.checkpoints.safe_save import make_folder
+from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME, make_folder
 from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, add_hook
 from nblaunch.training.collectives import metrics

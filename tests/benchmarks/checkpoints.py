@@ -42,7 +42,7 @@ from nblaunch import (
     backends,
     context,
 )
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files
 from tests.benchmarks.bench import Row, count
 from tests.training import ranks
 
@@ -241,7 +241,7 @@ _WRITES: dict[str, tuple[Any, str]] = {
     "weights": (model_files, "write_weights"),
     "parts": (FileSystemWriter, "write_data"),
     "manifest": (files.Manifest, "write"),
-    "sync": (safe_save, "sync_file"),
+    "sync": (files, "sync_file"),
 }
 
 

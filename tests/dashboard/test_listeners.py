@@ -22,7 +22,7 @@ from nblaunch import dashboard
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard, Pace, ViewingDashboard
 from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
-from nblaunch.dashboard.terminal import TextDashboard
+from nblaunch.dashboard.text import TextDashboard
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.wire.board import SlotReading

@@ -21,8 +21,7 @@ import pytest
 from nblaunch.dashboard import open_live
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.terminal import LiveTable, TextDashboard, has_colour
-from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.text import LiveTable, TextDashboard, has_colour, render_text
 from nblaunch.events import HostMemory, LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 from tests.terminal import Emulator

@@ -516,8 +516,8 @@ OF_ANOTHER_VERSION = """
 import os
 os.environ["NBLAUNCH_LOG_DIR"] = {!r}
 import nblaunch
-from nblaunch.detached import home
-path = home.open_home().path / "train-3f9a2c"
+from nblaunch.detached.folder import open_home
+path = open_home().path / "train-3f9a2c"
 path.mkdir(mode=0o700)
 (path / "record.json").write_text('{{"format": 99}}')
 """

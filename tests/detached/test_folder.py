@@ -27,8 +27,7 @@ from nblaunch import cli
 from nblaunch.dashboard.fold import fold
 from nblaunch.dashboard.view import JobView
 from nblaunch.detached import follower, listing, requests
-from nblaunch.detached.folder import JobFolder, Launch, Snapshot, own_layout
-from nblaunch.detached.home import open_home
+from nblaunch.detached.folder import JobFolder, Launch, Snapshot, open_home, own_layout
 from nblaunch.detached.record import FORMAT, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint

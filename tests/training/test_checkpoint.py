@@ -35,7 +35,7 @@ from nblaunch import (
     context,
     set_seed,
 )
-from nblaunch.training.checkpoints import files, model_files, safe_save, save_round
+from nblaunch.training.checkpoints import files, model_files, save_round
 from nblaunch.training.checkpoints.snapshot import CpuCopies, Snapshot
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
@@ -359,7 +359,7 @@ def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
     _step(accelerator, model, optimizer)
     accelerator._checkpoints.registered.clear()
     accelerator.save_state(folder, safe_serialization=False)
-    assert sorted(safe_save.files_below(folder)) == [
+    assert sorted(files.files_below(folder)) == [
         "mine/notes.txt",
         "nblaunch_checkpoint.json",
         "optimizer.bin",
@@ -565,7 +565,7 @@ def test_failing_hooks_keep_the_old_checkpoint(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / "state")
     accelerator.load_state(tmp_path / "state")
     _assert_same(_weights(model), before)
-    assert "half" not in str(safe_save.files_below(tmp_path))
+    assert "half" not in str(files.files_below(tmp_path))
 
 
 def test_registered_objects_are_checked(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
-from nblaunch.training.checkpoints import load_weights, model_files, safe_save
+from nblaunch.training.checkpoints import files, load_weights, model_files
 from tests.thorough import thorough
 
 # Python's audit events for the file system (https://docs.python.org/3/library/audit_events.html).
@@ -119,7 +119,7 @@ def test_a_kill_leaves_a_checkpoint(tmp_path: Path, program: Callable[[Path], No
         model.weight.zero_()
         accelerator.load_state(None if is_automatic else work / "state")
         assert set(model.weight.flatten().tolist()) == {3.0}, number
-        hidden = [name for name in safe_save.files_below(work) if "/." in name or name.startswith(".")]
+        hidden = [name for name in files.files_below(work) if "/." in name or name.startswith(".")]
         assert not hidden, (number, hidden)
         assert is_automatic or (work / "state" / "mine.txt").read_text() == "keep"
     assert len(found) > 15

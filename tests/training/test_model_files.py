@@ -21,7 +21,7 @@ from torch import nn
 
 from nblaunch import Accelerator, CheckpointError, init_empty_weights, load_checkpoint_and_dispatch, utils
 from nblaunch.topology import Topology
-from nblaunch.training.checkpoints import model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
 from nblaunch.training.checkpoints.model_files import save_sharded
 from nblaunch.training.shared_state import get_shared_state
@@ -98,7 +98,7 @@ def test_shards_have_an_index_and_stale_ones_go(tmp_path: Path) -> None:
     weights = OrderedDict((name, torch.full((4,), float(i))) for i, name in enumerate("abc"))
     (tmp_path / "config.json").write_text("{}")
     save_sharded(weights, tmp_path, 32)
-    assert sorted(safe_save.files_below(tmp_path)) == [
+    assert sorted(files.files_below(tmp_path)) == [
         "config.json",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -112,9 +112,9 @@ def test_shards_have_an_index_and_stale_ones_go(tmp_path: Path) -> None:
         "c": "model-00002-of-00002.safetensors",
     }
     save_sharded(weights, tmp_path, 16, safe_serialization=False)
-    assert len(safe_save.files_below(tmp_path)) == 5
+    assert len(files.files_below(tmp_path)) == 5
     save_sharded(weights, tmp_path)
-    assert sorted(safe_save.files_below(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(files.files_below(tmp_path)) == ["config.json", "model.safetensors"]
 
 
 @settings(deadline=None, max_examples=60)

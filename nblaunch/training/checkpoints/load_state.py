@@ -20,7 +20,7 @@ import torch
 
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.training.arguments import argument_of
-from nblaunch.training.checkpoints import files, model_files, registered, safe_save
+from nblaunch.training.checkpoints import files, model_files, registered
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
 from nblaunch.training.checkpoints.registered import Places, Registered
@@ -95,7 +95,7 @@ def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if live.rank == 0:
         # Finish the commit of a process that was killed while it overwrote this checkpoint.
-        safe_save.finish_commit(folder)
+        files.finish_commit(folder)
     return folder
 
 

@@ -24,9 +24,10 @@ from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
+    Staging,
+    finish_commit,
     unreadable,
 )
-from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
 from nblaunch.weights import is_sharded, versions_of, with_versions

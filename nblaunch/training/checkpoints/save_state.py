@@ -5,7 +5,7 @@
                   shards of weights and optimizers if the strategy has them ────┐ Snapshot ── written to the folder,
     main process  collects full weights and optimizers, and all other states ───┘             committed by a rename
 
-``safe_save`` replaces folders atomically. ``save_round`` lets the ranks save together.
+``files.Staging`` replaces folders atomically. ``save_round`` lets the ranks save together.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
-from nblaunch.training.checkpoints import files, safe_save
-from nblaunch.training.checkpoints.files import Manifest
-from nblaunch.training.checkpoints.safe_save import Staging
+from nblaunch.training.checkpoints import files
+from nblaunch.training.checkpoints.files import Manifest, Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome, side_of
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, CpuCopies, Snapshot, collect
 from nblaunch.training.joining import is_distributed, waiting
@@ -144,7 +143,7 @@ class Saver:
                     "ProjectConfiguration(iteration=...)"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
+            files.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
         staging = Staging(target)
         try:
             staging.create()
@@ -190,7 +189,7 @@ class Saver:
         ]
         for path in others[: max(0, len(others) + 1 - limit)]:
             try:
-                safe_save.remove_folder(path)
+                files.remove_folder(path)
             except OSError as error:  # training can continue: the new checkpoint is complete
                 warn(f"total_limit={limit}, but the older checkpoint {path} could not be removed: {error}")
 
