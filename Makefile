@@ -212,7 +212,7 @@ format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-stubs: setup  ## regenerate the type stubs of nblaunch and Accelerate's module names from nblaunch/compat/names.py
+stubs: setup  ## regenerate the type stubs of nblaunch and Accelerate's module names from nblaunch/compat.py
 	$(BIN)/python -m tests.tools.stubs
 
 golden: setup  ## regenerate the golden files: the exact text of failures, tables and the terminal

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch import packages
+from nblaunch import compat, packages
 from nblaunch.backends import first_use
-from nblaunch.compat import finder, names
 
 __version__ = "0.1.0"
 
-__all__ = sorted(("__version__", *names.PUBLIC))  # for type checkers in __init__.pyi
+__all__ = sorted(("__version__", *compat.PUBLIC))  # for type checkers in __init__.pyi
 
-finder.install()
+compat.install()
 
 # A launch can fork even if this process has counted the GPUs. If the process has initialised CUDA, a note names the
 # line of code that did so.
@@ -30,14 +29,14 @@ packages.when_imported("torch.xpu", first_use.watch_torch)
 
 
 def __getattr__(name: str) -> Any:
-    value = finder.attribute(__name__, name)
+    value = compat.attribute(__name__, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     dunders = (name for name in globals() if name.startswith("__"))
-    return sorted({*__all__, "errors", *finder.submodules_of(__name__), *dunders})
+    return sorted({*__all__, "errors", *compat.submodules_of(__name__), *dunders})
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload

@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 from nblaunch.training.checkpoints.load_weights import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,

@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 from nblaunch import (
     notebook_launcher as notebook_launcher,
 )

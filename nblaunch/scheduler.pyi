@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 from nblaunch.training.optimizer import (
     AcceleratedScheduler as AcceleratedScheduler,
 )

@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 from nblaunch.training.tracking.hub import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
     register_tracker_class as register_tracker_class,

@@ -1,4 +1,4 @@
-# Written by `make stubs` from nblaunch/compat/names.py.
+# Written by `make stubs` from nblaunch/compat.py.
 from nblaunch.cli.config import (
     write_basic_config as write_basic_config,
 )

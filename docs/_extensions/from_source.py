@@ -19,8 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import nblaunch
-from nblaunch import cli, env
-from nblaunch.compat import names
+from nblaunch import cli, compat, env
 
 
 class PublicNames(SphinxDirective):
@@ -28,9 +27,9 @@ class PublicNames(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         lines: list[str] = []
-        for module in names.FILES:
+        for module in compat.FILES:
             lines += heading(module)
-            lines += [line for name in sorted(names.HOMES[module]) for line in entry(module, name)]
+            lines += [line for name in sorted(compat.HOMES[module]) for line in entry(module, name)]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import nblaunch
 import nblaunch.utils
-from nblaunch.compat.names import DELEGATED, HOMES, INSTEAD
+from nblaunch.compat import DELEGATED, HOMES, INSTEAD
 from tests.hf_surface.surface import snapshot
 from tests.programs import output_of
 from tests.tools import stubs

@@ -12,12 +12,11 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import nblaunch
-from nblaunch import cli
-from nblaunch.compat import names
+from nblaunch import cli, compat
 from tests.architecture.source import ROOT, listing
 from tests.docs.conftest import BUILD_S
 
-MODULES = [*names.FILES, "nblaunch.errors", "nblaunch.training.strategies"]
+MODULES = [*compat.FILES, "nblaunch.errors", "nblaunch.training.strategies"]
 
 pytestmark = pytest.mark.timeout(BUILD_S + 60)  # the first test builds the site
 
@@ -55,7 +54,7 @@ def test_every_public_name_is_in_the_index(site: Path) -> None:
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     described = {name for kind in inventory.data for name in inventory.data[kind]}
     wanted = {f"nblaunch.{name}" for name in nblaunch.__all__}
-    wanted |= {f"{module}.{name}" for module in names.FILES for name in names.HOMES[module]}
+    wanted |= {f"{module}.{name}" for module in compat.FILES for name in compat.HOMES[module]}
     missing = sorted(name for name in wanted if name not in described)
     assert len(wanted) > 200
     assert not missing, f"not in docs/reference:{listing(missing)}"

@@ -6,7 +6,7 @@ import re
 from fnmatch import translate
 from functools import cache
 
-from nblaunch.compat.names import explanation
+from nblaunch.compat import explanation
 from tests.hf_surface.deviations import DEVIATIONS
 from tests.hf_surface.surface import differences, our_module, snapshot
 

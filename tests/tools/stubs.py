@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
-from nblaunch.compat.names import FILES, HOMES, PUBLIC
+from nblaunch.compat import FILES, HOMES, PUBLIC
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("nblaunch", *FILES)
@@ -72,7 +72,7 @@ def stub_of(module: str) -> str:
             homes.setdefault(home, []).append(name)
         elif not is_root:
             homes.setdefault("nblaunch", []).append(name)
-    lines = ["# Written by `make stubs` from nblaunch/compat/names.py."]
+    lines = ["# Written by `make stubs` from nblaunch/compat.py."]
     if is_root:
         lines += _OVERLOAD_IMPORTS
     for home, names in sorted(homes.items()):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, utils
-from nblaunch.compat.names import DELEGATED
+from nblaunch.compat import DELEGATED
 from nblaunch.tracking import GeneralTracker, register_tracker_class
 from nblaunch.training.tracking import hub
 from nblaunch.training.utilities.helpers import purge_accelerate_environment

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nblaunch import formatting
-from nblaunch.compat.finder import from_accelerate
+from nblaunch.compat import from_accelerate
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
