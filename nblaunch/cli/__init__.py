@@ -18,7 +18,7 @@ advice, and exits with code 2.
     estimate.py          ``nblaunch estimate-memory``
     merge.py             ``nblaunch merge-weights``
     environment.py       ``nblaunch env``
-    completion.py        ``nblaunch completion``
+    __init__.py          the commands and their parsers; ``nblaunch completion``, which lists them for shells
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
 
 
 COMMANDS = {
-    "config": ("config:set_up", "ask a few questions and save the defaults of `nblaunch launch`"),
-    "launch": ("launch:set_up", "run a script on every device"),
-    "jobs": ("jobs:set_up_jobs", "list detached jobs"),
-    "attach": ("jobs:set_up_attach", "follow a detached job"),
-    "logs": ("jobs:set_up_logs", "print the log of a detached job"),
-    "stop": ("jobs:set_up_stop", "end a detached job"),
-    "env": ("environment:set_up", "report versions, devices and problems of this machine"),
-    "test": ("selfcheck:set_up", "check that training works on this machine's devices"),
-    "estimate-memory": ("estimate:set_up", "estimate the memory that a model needs, by strategy"),
-    "merge-weights": ("merge:set_up", "merge the shards of a model's checkpoint"),
-    "run-notebook": ("run_notebook:set_up", "execute a notebook and show its progress"),
-    "completion": ("completion:set_up", "print a shell completion script"),
+    "config": (".config:set_up", "ask a few questions and save the defaults of `nblaunch launch`"),
+    "launch": (".launch:set_up", "run a script on every device"),
+    "jobs": (".jobs:set_up_jobs", "list detached jobs"),
+    "attach": (".jobs:set_up_attach", "follow a detached job"),
+    "logs": (".jobs:set_up_logs", "print the log of a detached job"),
+    "stop": (".jobs:set_up_stop", "end a detached job"),
+    "env": (".environment:set_up", "report versions, devices and problems of this machine"),
+    "test": (".selfcheck:set_up", "check that training works on this machine's devices"),
+    "estimate-memory": (".estimate:set_up", "estimate the memory that a model needs, by strategy"),
+    "merge-weights": (".merge:set_up", "merge the shards of a model's checkpoint"),
+    "run-notebook": (".run_notebook:set_up", "execute a notebook and show its progress"),
+    "completion": (":set_up_completion", "print a shell completion script"),
 }
 """Command -> the function that sets up its parser, and its line in the help, which lists commands in this order."""
 
@@ -189,6 +189,31 @@ def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
     for name, (set_up, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)
         if name in commands:
-            pkgutil.resolve_name(f"nblaunch.cli.{set_up}")(subparser)
+            pkgutil.resolve_name(f"nblaunch.cli{set_up}")(subparser)
             subparser.set_defaults(options=list(subparser._option_string_actions))
     return parser
+
+
+# --- nblaunch completion ----------------------------------------------------------------------------------------------
+
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def set_up_completion(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Print a shell completion script for nblaunch's commands and options. Needs shtab (pip install shtab). For "
+        "bash: nblaunch completion bash > ~/.local/share/bash-completion/completions/nblaunch"
+    )
+    parser.set_defaults(run=_print_completion)
+    parser.add_argument("shell", choices=_SHELLS)
+
+
+def _print_completion(arguments: argparse.Namespace) -> int:
+    """Print the script and return the exit code."""
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("shtab must be installed: pip install shtab") from None
+    print(shtab.complete(parser_of(COMMANDS), shell=arguments.shell))
+    return 0
