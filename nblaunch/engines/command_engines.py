@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nblaunch import env, other_debuggers
-from nblaunch.engines.engine import NODE_MODULE, Engine, NodeHandle, NodesWanted
+from nblaunch.engines import NODE_MODULE, Engine, NodeHandle, NodesWanted
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExitStatus
 from nblaunch.host import descriptors, files

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
-from nblaunch.engines import find
-from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.engines import Engine, NodeHandle, NodesWanted, find
 from nblaunch.errors import LaunchError
 from nblaunch.spec import LaunchSpec, NodeEngineName
 

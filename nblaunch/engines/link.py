@@ -16,8 +16,8 @@ from dataclasses import replace
 from nblaunch import packages
 from nblaunch.diagnosis.hang import Check
 from nblaunch.diagnosis.stacks import described_here
+from nblaunch.engines import NodeHandle
 from nblaunch.engines.channel import Channel, ChannelError
-from nblaunch.engines.engine import NodeHandle
 from nblaunch.engines.messages import (
     PART_BYTES,
     Boot,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env, packages
-from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.engines import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.ray_driver import Allocated, DriverNote, DriverTask, NodeEnded
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors

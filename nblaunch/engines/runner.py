@@ -19,9 +19,8 @@ from pathlib import Path
 
 from nblaunch import backends, errors
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.engines import find, shipping
+from nblaunch.engines import Engine, NodeHandle, NodesWanted, find, shipping
 from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
-from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.link import LinkWaiter, NodeLink, end_all, torch_notes
 from nblaunch.engines.messages import AskClock, Boot, ClockIs, Ready, Rejected
 from nblaunch.errors import JobCancelled, LaunchError

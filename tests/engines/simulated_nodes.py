@@ -23,9 +23,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.engines import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.channel import Channel
 from nblaunch.engines.collectives import NodeCalls
-from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.messages import (
     AskClock,
     AttemptOver,

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.engines import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.kept_nodes import KeptEngine
 from nblaunch.errors import LaunchError
 from tests.engines.conftest import NEW_PROGRAMS

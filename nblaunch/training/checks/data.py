@@ -31,7 +31,7 @@ from torch.utils.data._utils import worker as working
 
 from nblaunch.progress import batches
 from nblaunch.progress.plain_loops import plain_loops
-from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks import Check, Prepared
 
 _NUM_COMPARED = 3  # batches in a row
 

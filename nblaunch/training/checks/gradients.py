@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import TensorWeakRef
 
 from nblaunch import formatting
-from nblaunch.training.checks.check import Check, Prepared, Streaks, parameters_of
+from nblaunch.training.checks import Check, Prepared, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
 

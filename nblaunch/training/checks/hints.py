@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from nblaunch import formatting
 from nblaunch.progress.loss_graphs import divisor_of
 from nblaunch.progress.replicas import elements_of
-from nblaunch.training.checks.check import Check, Prepared, parameters_of
+from nblaunch.training.checks import Check, Prepared, parameters_of
 from nblaunch.training.checks.replicas import Changes
 from nblaunch.training.models import bare_module
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.progress import replicas
-from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks import Check, Prepared
 
 _NUM_PASSES = 8
 """Number of initial backward passes in which the check counts how often weights change."""

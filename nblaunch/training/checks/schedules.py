@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Streaks
+from nblaunch.training.checks import Check, Prepared, Streaks
 
 _NUM_ZERO = 5  # consecutive steps; a warm-up from 0 has one
 _NUM_WINDOWS = 2

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nblaunch import env
 from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
-from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks import Check, Prepared
 from nblaunch.training.checks.data import EqualNoise, SameSamples
 from nblaunch.training.checks.gradients import (
     CollapsedScale,
