@@ -91,8 +91,8 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "training.state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
     },
     "tracking": {
-        "training.tracking.hub": "LOGGER_TYPE_TO_CLASS register_tracker_class",
-        "training.tracking.trackers": (
+        "training.tracking": "LOGGER_TYPE_TO_CLASS register_tracker_class",
+        "training.trackers": (
             "CometMLTracker GeneralTracker JsonlTracker MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker "
             "WandBTracker on_main_process"
         ),
@@ -143,7 +143,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "FSDP_MODEL_NAME load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "
             "save_fsdp_optimizer"
         ),
-        "training.tracking.hub": "LoggerType",
+        "training.tracking": "LoggerType",
         "training.utilities.helpers": (
             "check_os_kernel clear_environment compare_versions get_int_from_env "
             "is_aim_available is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available "

@@ -1,9 +1,5 @@
 # Written by `make stubs` from nblaunch/compat.py.
-from nblaunch.training.tracking.hub import (
-    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
-    register_tracker_class as register_tracker_class,
-)
-from nblaunch.training.tracking.trackers import (
+from nblaunch.training.trackers import (
     CometMLTracker as CometMLTracker,
     GeneralTracker as GeneralTracker,
     JsonlTracker as JsonlTracker,
@@ -13,4 +9,8 @@ from nblaunch.training.tracking.trackers import (
     TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,
     on_main_process as on_main_process,
+)
+from nblaunch.training.tracking import (
+    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
+    register_tracker_class as register_tracker_class,
 )

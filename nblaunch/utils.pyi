@@ -128,7 +128,7 @@ from nblaunch.training.strategies.fsdp2.settings import (
 from nblaunch.training.strategies.fsdp2.strategy import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from nblaunch.training.tracking.hub import (
+from nblaunch.training.tracking import (
     LoggerType as LoggerType,
 )
 from nblaunch.training.utilities.helpers import (

@@ -28,7 +28,8 @@ The :class:`Accelerator` and its parts:
     collectives/     gathers and reduces values across ranks; random states
     checkpoints/     saves and loads states and models
     trusted_types.py the classes that checkpoint files may name
-    tracking/        metrics and trackers
+    tracking.py      metrics that the training function logs: from ``log`` to the trackers and to the launcher
+    trackers.py      experiment trackers
     checks/          finds errors in training loops that raise no exception
     utilities/       functions that scripts import in addition to the Accelerator
 

@@ -54,7 +54,7 @@ from nblaunch.training.state import AcceleratorState, reset_message
 from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
-from nblaunch.training.tracking.hub import TrackerHub
+from nblaunch.training.tracking import TrackerHub
 
 T = TypeVar("T")
 

@@ -37,8 +37,8 @@ from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
-from nblaunch.training.tracking.hub import TrackerHub
-from nblaunch.training.tracking.trackers import GeneralTracker
+from nblaunch.training.trackers import GeneralTracker
+from nblaunch.training.tracking import TrackerHub
 
 H = TypeVar("H", bound=KwargsHandler)
 

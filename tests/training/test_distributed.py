@@ -48,7 +48,7 @@ from nblaunch.training.options import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from nblaunch.training.tracking.trackers import GeneralTracker, on_main_process
+from nblaunch.training.trackers import GeneralTracker, on_main_process
 from tests.training import ranks
 
 

@@ -16,7 +16,7 @@ import torch
 from nblaunch import Accelerator, utils
 from nblaunch.compat import DELEGATED
 from nblaunch.tracking import GeneralTracker, register_tracker_class
-from nblaunch.training.tracking import hub
+from nblaunch.training import tracking
 from nblaunch.training.utilities.helpers import purge_accelerate_environment
 
 
@@ -30,7 +30,7 @@ def test_a_service_gets_settings_and_values(name: str, monkeypatch: pytest.Monke
     library.init = library.start = mock.MagicMock()
     library.config, library.Text = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setitem(__import__("sys").modules, name, library)
-    monkeypatch.setattr(hub, "is_installed", lambda _: True)
+    monkeypatch.setattr(tracking, "is_installed", lambda _: True)
     accelerator = Accelerator(log_with=name)
     accelerator.init_trackers(
         "project", config={"rate": 0.5, "layer": DType.FLOAT}, init_kwargs={name: {"mode": "offline"}}
@@ -66,7 +66,7 @@ def test_trackers_of_accelerate_must_be_registered(name: str, monkeypatch: pytes
             ValueError, match=rf"log_with='{kind.value}'.*GeneralTracker.*pip install {kind.value}"
         ):
             Accelerator(log_with=given)
-    monkeypatch.setattr(hub, "LOGGER_TYPE_TO_CLASS", dict(hub.LOGGER_TYPE_TO_CLASS))
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
     own = type("Own", (GeneralTracker,), {"name": kind.value, "requires_logging_directory": False})
     register_tracker_class(own)
     assert Accelerator(log_with=kind).log_with == [own]

@@ -19,9 +19,8 @@ import torch
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
 from nblaunch.events import Event, Metric, RunTracked
-from nblaunch.training.tracking import hub
-from nblaunch.training.tracking.hub import LoggerType, register_tracker_class
-from nblaunch.training.tracking.trackers import (
+from nblaunch.training import tracking
+from nblaunch.training.trackers import (
     GeneralTracker,
     JsonlTracker,
     MLflowTracker,
@@ -29,6 +28,7 @@ from nblaunch.training.tracking.trackers import (
     WandBTracker,
     on_main_process,
 )
+from nblaunch.training.tracking import LoggerType, register_tracker_class
 from tests.training import ranks
 
 
@@ -70,7 +70,7 @@ def emitted() -> list[Event]:
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "LOGGER_TYPE_TO_CLASS", dict(hub.LOGGER_TYPE_TO_CLASS))
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_trackers_can_be_names_classes_or_instances(tmp_path: Path) -> None:
 
 
 def test_all_selects_usable_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "is_installed", lambda name: name in ("tensorboard", "wandb"))
+    monkeypatch.setattr(tracking, "is_installed", lambda name: name in ("tensorboard", "wandb"))
     assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
         JsonlTracker,
         TensorBoardTracker,
@@ -100,7 +100,7 @@ def test_all_selects_usable_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_uninstalled_trackers_are_skipped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "is_installed", lambda name: False)
+    monkeypatch.setattr(tracking, "is_installed", lambda name: False)
     with pytest.warns(UserWarning, match=r"'wandb' \(pip install wandb\)"):
         assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
 
@@ -542,7 +542,7 @@ def test_wandb_runs_have_a_link_or_a_sync_command(
     run = mock.MagicMock(url=url, dir=str(tmp_path / folder / "files"))
     library = mock.MagicMock(init=mock.MagicMock(return_value=run))
     monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setattr(hub, "is_installed", lambda _: True)
+    monkeypatch.setattr(tracking, "is_installed", lambda _: True)
     accelerator = Accelerator(log_with="wandb")
     accelerator.init_trackers("demo")
     accelerator.end_training()

@@ -20,8 +20,8 @@ from nblaunch.events import Metric, RunTracked
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
-from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat, settings_of
-from nblaunch.training.tracking.trackers import plain as as_number
+from nblaunch.training.trackers import BUILT_IN, GeneralTracker, flat, settings_of
+from nblaunch.training.trackers import plain as as_number
 from nblaunch.wire.channel import plain
 
 Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
