@@ -38,8 +38,8 @@ from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
-from nblaunch.start_methods.interpreter import registered_backend, start_program
 from nblaunch.start_methods.saved_call import SavedCall, save_call
+from nblaunch.start_methods.spawn import registered_backend, start_program
 from nblaunch.wire import schema
 from nblaunch.worker import output, process_control
 from nblaunch.worker.inheritance import random_states

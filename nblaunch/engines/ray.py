@@ -26,7 +26,7 @@ from nblaunch.engines import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.ray_driver import Allocated, DriverNote, DriverTask, NodeEnded
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
-from nblaunch.start_methods.interpreter import start_program
+from nblaunch.start_methods.spawn import start_program
 from nblaunch.wire.channel import EventReceiver
 from nblaunch.worker.inheritance import connections
 

@@ -27,8 +27,8 @@ from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Fact, Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.start_methods.interpreter import registered_backend
 from nblaunch.start_methods.saved_call import save_call
+from nblaunch.start_methods.spawn import registered_backend
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.outbox import RankResult

@@ -28,7 +28,7 @@ from nblaunch.nodes.messages import (
     WorldFormed,
 )
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
-from nblaunch.start_methods.interpreter import start_program
+from nblaunch.start_methods.spawn import start_program
 from nblaunch.start_methods.worker_group import kill_and_reap
 from nblaunch.wire.channel import EventReceiver, EventSender
 

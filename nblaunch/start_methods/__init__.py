@@ -5,14 +5,13 @@ other machines) and ``"inline"``, which starts no process. ``nblaunch.launcher.p
 
 fork.py           forks this process
 forkserver.py     forks a clean interpreter; also the code that runs in that interpreter
-spawn.py          starts fresh interpreters
+spawn.py          starts fresh interpreters, also for other modules; workers that are such interpreters
 inline.py         runs the function in this process
 
 Shared code:
 
 worker_group.py   WorkerGroup, the interface for watching workers; child processes: wait, signal, reap, exit statuses
 saved_call.py     snapshot of a call for fresh interpreters
-interpreter.py    starts a fresh interpreter
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Note
 from nblaunch.host import descendants, descriptors, heap
 from nblaunch.start_methods.fork import fork_workers
-from nblaunch.start_methods.interpreter import Boot, read_boot, report_left, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
-from nblaunch.start_methods.spawn import spawn_workers
+from nblaunch.start_methods.spawn import Boot, read_boot, report_left, spawn_workers, start_interpreter
 from nblaunch.start_methods.worker_group import (
     Children,
     WorkerGroup,

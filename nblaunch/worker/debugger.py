@@ -145,7 +145,7 @@ class Debugger:
         """
         try:
             traceback = self._traceback
-            frame = None if traceback is not None else frames.innermost_user_frame(self._stack())
+            frame = None if traceback is not None else frames.shown_frame(self._stack())
             if frame is None and traceback is None:
                 terminal.write("this rank is idle\n")
                 return
@@ -171,7 +171,7 @@ class Debugger:
 
     def _answer(self, command: Inspect | ReadVariables, outbox_fd: int) -> Reply:
         if isinstance(command, Inspect):
-            value = frames.evaluate(command.expression, frames.innermost_user_frame(self._stack()))
+            value = frames.evaluate(command.expression, frames.shown_frame(self._stack()))
             return Reply.of_value(command.number, value, outbox_fd)
         stack = self._stack()
         frame = frames.frame_of_function(stack, command.function)
@@ -305,7 +305,7 @@ class _Pdb(_OwnPdb):
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
         result = super().setup(frame, tb)
-        innermost = frames.innermost_user_frame([frame_ for frame_, _ in reversed(self.stack)])
+        innermost = frames.shown_frame([frame_ for frame_, _ in reversed(self.stack)])
         if innermost is not None and not self._is_stepping:
             self._select(innermost)
         return result

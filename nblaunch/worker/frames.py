@@ -80,7 +80,7 @@ def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
+def shown_frame(frames: Sequence[FrameType]) -> FrameType | None:
     """Return the innermost frame of the user's code, or else the innermost frame; None if there is none."""
     return next(
         (frame for frame in frames if is_user_file(frame.f_code.co_filename)), next(iter(frames), None)
@@ -92,7 +92,7 @@ def frame_of_function(frames: Sequence[FrameType], function: tuple[str, int] | N
     for frame in frames:
         if function is not None and _function_of(frame) == tuple(function):
             return frame
-    return innermost_user_frame(frames)
+    return shown_frame(frames)
 
 
 def _function_of(frame: FrameType) -> tuple[str, int]:

@@ -7,7 +7,7 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
-    "nblaunch.backends": "part of a worker's assignment, see nblaunch.start_methods.interpreter",
+    "nblaunch.backends": "part of a worker's assignment, see nblaunch.start_methods.spawn",
     "nblaunch.detached.folder": "files under the signature of this user, in a folder of this user alone",
     "nblaunch.detached.job_process": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.engines.channel": "under the seal of the job's key, which its node programs alone have",
@@ -15,15 +15,15 @@ READERS = {
     "nblaunch.engines.ray_driver": "its task in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
-    "nblaunch.start_methods.interpreter": "assignments in an inherited memory file that its launcher made",
+    "nblaunch.start_methods.spawn": "assignments in an inherited memory file that its launcher made",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; in files under the user's signature",
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
     "nblaunch.wire.pickling.payload": "memory files of our own processes, and others under the user's signature",
     "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
-    "nblaunch.worker.inheritance.sent_changes": "values in an assignment, see nblaunch.start_methods.interpreter",
-    "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.interpreter",
+    "nblaunch.worker.inheritance.sent_changes": "values in an assignment, see nblaunch.start_methods.spawn",
+    "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.spawn",
     "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
 """Modules that read pickles, each with the reason why no other process can have written the pickle."""
