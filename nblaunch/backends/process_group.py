@@ -4,6 +4,9 @@ Averaging on the host is for devices whose runtime has no collectives across pro
 process join the group when it creates its first Accelerator or PartialState (``training/shared_state.py``) or calls
 its first collective (``training/collectives/operations.py``). For the ranks of a session, ``session/client.py``
 decides for each command whether it needs a group, and ``session/server.py`` joins it.
+
+Some code forms groups without a launcher, or starts ranks of its own. In a worker, that works or raises an error
+(:func:`adapt_groups`).
 """
 
 from __future__ import annotations

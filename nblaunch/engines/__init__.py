@@ -38,9 +38,6 @@ The interface of an engine is :class:`Engine`, which starts the node program on 
 them:
 
     Engine ── start_nodes ──> NodeHandle per machine: a pipe to the program, a pipe from it, and its exit reason
-
-An engine knows nothing about ranks, training or failures. To add one, write a class such as ``SshEngine`` in this
-folder, and add its name to :data:`_MODULES` and ``spec.py``. ``tests/contracts/test_engine.py`` shows the requirements.
 """
 
 from __future__ import annotations
@@ -122,6 +119,10 @@ class NodeHandle(ABC):
 
 class Engine(ABC):
     """Starts the node program on machines. An engine must be closed; once closed, it leaves nothing behind.
+
+    An engine knows nothing about ranks, training or failures. To add one, write a class such as ``SshEngine`` in this
+    folder, and add its name to :data:`_MODULES` and ``spec.py``. ``tests/contracts/test_engine.py`` shows the
+    requirements.
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.

@@ -1,7 +1,7 @@
 """Counts of epochs and steps from transformers, Lightning and fastai, and signs of progress from any other code.
 
-Their loops are observed like the loops of any library (``plain_loops.py``). The number of epochs comes not from the
-user's code but from one of the framework's objects, which a hook queries at the beginning of each epoch.
+The loops of frameworks are observed like the loops of any library (``plain_loops.py``). The number of epochs comes not
+from the user's code but from one of the framework's objects, which a hook queries at the beginning of each epoch.
 """
 
 from __future__ import annotations

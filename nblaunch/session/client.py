@@ -1,5 +1,5 @@
 """The client of a session: sends commands and variables to the ranks, waits until all ranks have finished them, and
-handles failures."""
+handles failures. :class:`RankCommands` are the commands that users call."""
 
 from __future__ import annotations
 

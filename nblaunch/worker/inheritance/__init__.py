@@ -39,6 +39,6 @@ lost_changes.py   names variables of the notebook that the function fills or ass
                   watched_values.py    detects results in containers, arrays, tables, tensors, attributes and
                                        trained objects of libraries
 queues.py         waits until others have read the values that the function put into multiprocessing queues; in the
-                  launcher, saves the values that nobody reads
+                  launcher, saves the values that no process reads
 called_code.py    the functions and classes that a call reaches, and what they name and assign
 """

@@ -3,7 +3,7 @@ the front end, open figures, child processes, torch's process group.
 
 A fork copies all of these, but not the threads or the other ends of sockets. A fresh interpreter has some of
 them once the call is loaded. Only libraries that have been imported are reset, to the state that they have in a freshly
-started process.
+started process. Objects of the kernel that describe its process, or its child processes, adapt to the worker.
 """
 
 from __future__ import annotations
