@@ -149,10 +149,9 @@ def test_a_prompt_in_another_cell_comes_after_earlier_output(shared: Kernel) -> 
     shared.run(SHAPES)
     start = "job = notebook_launcher(shapes, num_processes=1, background=True, dashboard='text')"
     job = shared.run(start, is_typed_into=True)
-    shared.run("while not job.debugger.prompts: pass")
+    job.wait_for(lambda job: "waits at breakpoint()" in job.displays[0].data["text/plain"])
+    assert re.search(r"the shape\n.*an open line", job.displays[0].data["text/plain"]), job.displays
     cell = shared.submit("nblaunch.debug()", is_typed_into=True)
-    cell.wait_for_input()
-    job.wait_for(lambda job: "the shape\nan open line" in job.displays[0].data["text/plain"])
     cell.type("c")
     cell.wait()
     shared.run("job.result()")
