@@ -36,6 +36,7 @@ _EARLIER_CHARACTERS = 200
 _MAX_LITERAL = 400  # characters of a variable's value
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_FRAMES = 3
+_HIDDEN = "only the first frame and the last two are shown; %debug has the others"
 _MAX_NOTES_LINES = 4
 _MAX_LINES = 25
 _FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2, 6))
@@ -375,8 +376,10 @@ class RemoteRendering:
         shell = ipython_shell()
         if shell is None:
             return [*self.info.text.splitlines(), *self.notes]
-        tb = make_traceback(worth_showing(self.info.frames))
-        return _fitting(shell, self._shown, tb, (*_earlier(self.info), *self.notes))
+        frames = worth_showing(self.info.frames)
+        num_users, num_shown = (sum(frame.is_user for frame in some) for some in (self.info.frames, frames))
+        notes = (*[_HIDDEN] * (num_users > num_shown), *_earlier(self.info), *self.notes)
+        return _fitting(shell, self._shown, make_traceback(frames), notes)
 
     def _shown(self, max_lines: int) -> BaseException:
         """Return the exception to display. Its message and its cause's message have at most ``max_lines`` lines."""

@@ -70,6 +70,21 @@ def test_irrelevant_frames_are_hidden(frames: list[tuple[str, bool]], shown: lis
     assert [f.name for f in worth_showing(made)] == shown
 
 
+@pytest.mark.parametrize(("num_frames", "is_mentioned"), [(3, False), (4, True)])
+def test_hidden_frames_of_the_user_are_mentioned(
+    monkeypatch: pytest.MonkeyPatch, num_frames: int, is_mentioned: bool
+) -> None:
+    shell = Mock()
+    shell.InteractiveTB.structured_traceback.return_value = []
+    monkeypatch.setattr(diagnosis.exceptions, "ipython_shell", lambda: shell)
+    users = [FrameInfo("train.py", 1, f"step_{number}", "", True) for number in range(num_frames)]
+    error: Any = ValueError("x")
+    annotate(error, ExceptionInfo("ValueError", "x", tuple(users)), ["by us"])
+    *mentions, last = error._render_traceback_()
+    assert ["%debug has the others" in line for line in mentions] == [True] * is_mentioned
+    assert last == "by us"
+
+
 def _called_by_launcher(function: Callable[[], object]) -> None:
     """Call ``function`` from a frame of nblaunch."""
     names: dict[str, Any] = {"__name__": "nblaunch.launcher.fake"}
