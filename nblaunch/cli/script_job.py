@@ -105,7 +105,7 @@ def launch_script(
     failures = _Failures()
     # Print all lines of all ranks, because programs may read them.
     if resolved["dashboard"] == "none":
-        shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False))]
+        shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False, notes_to_stderr=True))]
     else:
         shown = text_dashboards(shortens=False)
     try:

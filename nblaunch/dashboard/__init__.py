@@ -101,7 +101,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
 
 
 def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dashboard]:
-    """Return dashboards for a terminal or a file: progress and a final table on stderr, the workers' lines on stdout.
+    """Return dashboards for a terminal or a file: the workers' lines on stdout, all else on stderr.
 
     Args:
         is_live: redraw the progress in place, on a terminal; only if nothing else writes to it.
@@ -109,7 +109,7 @@ def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dash
     """
     live = open_live() if is_live else None
     return [
-        GuardedDashboard(LinesPrinter(live=live, shortens=shortens)),
+        GuardedDashboard(LinesPrinter(live=live, shortens=shortens, notes_to_stderr=True)),
         GuardedDashboard(TextDashboard(live=live)),
     ]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import groupby
 from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
@@ -168,6 +169,7 @@ class LinesPrinter(Dashboard):
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
         publish: shows a display of a worker; default: print its text.
+        notes_to_stderr: write notes to ``sys.stderr``, because a program may read the ranks' lines.
         shortens: omit lines of ranks that print a lot, and cut lines of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because the widgets or the table show the last lines until then;
@@ -187,6 +189,7 @@ class LinesPrinter(Dashboard):
         stream: TextIO | None = None,
         publish: Publish | None = None,
         live: LiveTable | None = None,
+        notes_to_stderr: bool = False,
         shortens: bool = True,
         first_s: float = 0.0,
         defers_lines: bool = False,
@@ -199,6 +202,7 @@ class LinesPrinter(Dashboard):
         self._stream = stream
         self._publish = publish
         self._live = live
+        self._notes_to_stderr = notes_to_stderr
         self._shortens = shortens
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines
@@ -426,14 +430,17 @@ class LinesPrinter(Dashboard):
         if self._folded is not None:
             parts = ([line] if isinstance(line, _NoteLine) else self._folded.take([line]) for line in lines)
             lines = [line for part in parts for line in part]
-        self._print("".join(lines))
+        for are_notes, group in groupby(
+            lines, lambda line: self._notes_to_stderr and isinstance(line, _NoteLine)
+        ):
+            self._print("".join(group), sys.stderr if are_notes else None)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, stream: TextIO | None = None) -> None:
         if not text:
             return
         if self._question is not None:
             text = f"\n{text}{self._prompt}"
-        stream = sys.stdout if self._stream is None else self._stream
+        stream = stream or self._stream or sys.stdout
         with self._live.hidden() if self._live is not None else nullcontext():
             write(stream, text)
             if self._publish is None:  # kernels flush by themselves, and flush() there takes milliseconds

@@ -205,6 +205,14 @@ def test_all_output_is_shown_in_whole_lines() -> None:
     assert labelled(ended.lines, 1) == expected
 
 
+@pytest.mark.parametrize("dashboard", ["text", "none"])
+def test_notes_do_not_mix_with_the_output(dashboard: str) -> None:
+    name = script("print('{}')")
+    ended = launch("--num_processes", "1", "--enable_cpu_affinity", "--dashboard", dashboard, name)
+    assert ended.out == "{}\n", ended.err
+    assert "enable_cpu_affinity (command line) has no effect" in ended.err
+
+
 def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> None:
     Path("mine.yaml").write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: bf16\ndashboard: none\n")
     name = script("""
