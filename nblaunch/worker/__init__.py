@@ -9,8 +9,8 @@ collective_recorder.py  records collectives, with the user's lines
 user_lines.py        finds the user's line that called a hook
 import_times.py      imports that take long, which a note explains
 file_writes.py       saves, files that several ranks may write at the same time, and files that the function leaves open
-output.py            sends output to the log file and displays to the launcher; makes bars and consoles write plain text
-terminal_input.py    input() and getpass() of a script's rank 0, whose prompts the launcher writes
+output.py            sends output to the log file and displays to the launcher; makes bars and consoles write plain
+                     text; input() and getpass() of a script's rank 0, whose prompts the launcher writes
 delivery.py          sends the return value, then trained weights and optimizer states
 failure.py           prepares the user's exception for the launcher
 debugger.py          answers the kernel's questions about this worker's frames; pdb

@@ -61,7 +61,6 @@ from nblaunch.worker import (
     import_times,
     output,
     process_control,
-    terminal_input,
 )
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
@@ -239,7 +238,7 @@ class _Worker:
         if not assignment.reads_input:
             kernel_only.reject_input(is_script=assignment.is_script)
         elif assignment.has_breakpoints:  # the launcher's user sits at a terminal
-            terminal_input.announce(assignment.rank, self.sender.send)
+            output.announce_input(assignment.rank, self.sender.send)
         payload.send_cells_by_value()
         self.slot.record_spans()
         steps.count_on(self.slot)

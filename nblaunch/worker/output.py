@@ -10,8 +10,10 @@ shell, because ``display`` and matplotlib's inline backend need one.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
+import getpass
 import io
 import os
 import sys
@@ -23,7 +25,7 @@ from typing import Any
 
 from nblaunch import packages
 from nblaunch.errors import LaunchError
-from nblaunch.events import Displayed, Event
+from nblaunch.events import Displayed, Event, InputAwaited, InputRead
 from nblaunch.host import files, waits
 from nblaunch.user_code import ipython_shell
 
@@ -325,3 +327,31 @@ def _be_a_printer(console: Any) -> None:
 
 def _ignore(self: object, value: object) -> None:
     """Ignore the value that a console assigns to the property."""
+
+
+# --- input of a script's rank 0 ---------------------------------------------------------------------------------------
+
+# ``input()`` and ``getpass()`` of rank 0 of a script whose user sits at the launcher's terminal. The launcher writes
+# the prompt, after all earlier output of the rank, and draws nothing while the user types.
+
+
+def announce_input(rank: int, emit: Callable[[Event], None]) -> None:
+    """Report to the launcher when the functions begin and end to wait for the user."""
+    read_line, read_hidden = builtins.input, getpass.getpass
+
+    def ask(prompt: object, read: Callable[[], str], *, is_hidden: bool) -> str:
+        flush()
+        emit(InputAwaited(rank, prompt=str(prompt), is_hidden=is_hidden))
+        try:
+            return read()
+        finally:
+            emit(InputRead(rank))
+
+    def announced_input(prompt: object = "", /) -> str:
+        return ask(prompt, read_line, is_hidden=False)
+
+    def announced_getpass(prompt: str = "Password: ", stream: object = None, **options: str) -> str:
+        return ask(prompt, lambda: read_hidden("", io.StringIO(), **options), is_hidden=True)
+
+    builtins.input = announced_input
+    getpass.getpass = announced_getpass
