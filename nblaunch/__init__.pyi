@@ -151,7 +151,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         rdzv_id: name of the job at the rendezvous.
         max_restarts: how many times to restart all workers after a failure or, with several machines, when a lost
             machine returns. With ``background=True``, restarts never fork the kernel, which may be running other code.
-            Instead, they load a pickled copy of the call, which stays in memory until the job ends.
+            Instead, the new workers load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
             None = ``[rank]``.
@@ -161,11 +161,11 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             error. ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
-            which this process runs, and ``"processes"`` on this machine, for tests. A :class:`Nodes` keeps machines
-            of such an engine between launches.
+            which this process runs, and ``"processes"`` on this machine, for tests. A :class:`Nodes` object keeps such
+            an engine's machines between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices;
-            the compiler shards batches over them and, with ``Accelerator(fsdp_plugin=...)``, also weights. Strategies
+            the compiler shards batches across them and, with ``Accelerator(fsdp_plugin=...)``, also weights. Strategies
             for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
         return_all: return a list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
@@ -181,17 +181,17 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             is updated. ``"text"``: lines. ``"none"``: nothing; output goes only to the logs. ``"auto"``: widgets if a
             user can see them, else HTML in a notebook, else text.
         threads_per_process: CPU threads of each worker. None = ``OMP_NUM_THREADS``, or usable cores / workers.
-        interrupt_grace_s: seconds for ``finally`` blocks between an interrupt and the kill. The modules in ``args``
-            then have the weights of the last completed optimizer step, or a note says why not. If a function catches
-            the KeyboardInterrupt and returns on every rank, the trained weights are loaded and ``last_job().result()``
-            or ``session.result()`` returns the value, although the cell raises the interrupt. With several machines,
-            this applies to each machine on which every rank returns.
+        interrupt_grace_s: seconds that ``finally`` blocks have between an interrupt and the kill. The modules in
+            ``args`` then have the weights from the last completed optimizer step, or a note says why not. If a function
+            catches the KeyboardInterrupt and returns on every rank, the trained weights are loaded and
+            ``last_job().result()`` or ``session.result()`` returns the value, although the cell raises the interrupt.
+            With several machines, this applies to each machine on which every rank returns.
         hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
             as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
-            processor time do not. A job hangs if no rank makes progress while at least one waits in a
-            collective, or has stayed on the same line since its last step. Other work without progress is reported as a
-            possible hang.
+            processor time do not. A job hangs if no rank makes progress while at least one is waiting in a collective,
+            or has stayed on the same line since its last step. Other work without progress is reported as a possible
+            hang.
         on_hang: ``"report"``: report a hang. ``"stop"``: also stop the job.
         post_mortem: keep the workers at their current lines if a rank raises an exception; the cell raises it
             immediately. :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
@@ -205,7 +205,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             4}``. None = one core per rank, and one GPU per rank if the cluster has GPUs.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
         session: run on the workers of a :class:`Session` instead of new ones. Arguments that control how the workers
-            start must then have their default or the session's value.
+            start must then have their default value or the session's value.
 
     Returns:
         The return value of rank 0, with its tensors on the CPU. With ``return_all``, the list of the values of all
@@ -217,7 +217,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         LaunchError: the workers could not be started.
         JobHung: the job made no progress, and ``on_hang="stop"`` is set; the message gives the position of every rank.
         WorkerDied: a worker ended without raising an exception; the message says how, and what to do.
-        ResultError: the return value can't be pickled; its ``partial`` has the parts that can.
+        ResultError: the return value can't be pickled; the error's ``partial`` has the parts that can.
         KeyboardInterrupt: the launch was interrupted before any rank failed.
         BaseException: the first exception that ``function`` raised, with its original type.
     """

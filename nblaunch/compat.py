@@ -4,7 +4,7 @@ A script written for Accelerate runs after you replace ``accelerate`` with ``nbl
 module defines each name, which names Accelerate serves if it is installed, and what replaces names that nblaunch does
 not have. An import hook serves the names.
 
-The modules of these tables have no files: :func:`install` adds a finder that creates them. Type checkers and editors
+The modules in these tables have no files: :func:`install` adds a finder that creates them. Type checkers and editors
 read the stubs (``nblaunch/__init__.pyi``, ``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from these
 tables.
 """
@@ -234,7 +234,7 @@ _DELEGATED: Mapping[str, str] = {
         "offload_state_dict offload_weight save_offload_index"
     ),
 }
-"""Module of Accelerate -> the names that it defines, and that ``finder.from_accelerate`` serves."""
+"""Accelerate module -> the names that it defines and ``finder.from_accelerate`` serves."""
 
 _WITHOUT_OWN_NAMES = (
     "hooks",
@@ -268,7 +268,7 @@ FILES = tuple(f"nblaunch.{module}" for module in _MODULES)
 DELEGATED: Mapping[str, str] = {
     name: f"accelerate.{module}" for module, names in _DELEGATED.items() for name in names.split()
 }
-"""Name -> the module of Accelerate that defines it."""
+"""Name -> the Accelerate module that defines it."""
 
 # --- names that nblaunch does not have -------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ _INSTEAD = {
         "avg_losses_across_data_parallel_group", "megatron_lm",
     ),
     "with DeepSpeed's stage 3, use deepspeed.zero.GatheredParameters(parameters) directly": ("GatheredParameters",),
-    "accelerator.prepare(model, optimizer) makes DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
+    "accelerator.prepare(model, optimizer) creates DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
     _MIXED: ("get_mixed_precision_context_manager",),
     _SHARDING: (
         "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
@@ -337,7 +337,7 @@ def explanation(name: str) -> str:
 def install() -> None:
     """Add the finder to ``sys.meta_path``.
 
-    It must be the first finder, because a folder of an older version (``nblaunch/utils`` with only compiled files)
+    It must be the first finder, because a folder left by an older version (``nblaunch/utils`` with only compiled files)
     would otherwise be imported as an empty package.
     """
     sys.meta_path.insert(0, _Finder())
@@ -350,7 +350,7 @@ def submodules_of(package: str) -> list[str]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the object ``name`` of ``nblaunch`` or of a module in the table, from the module that defines it.
+    """Return the attribute ``name`` of ``nblaunch`` or of a module in the table, from the module that defines it.
 
     Raises:
         AttributeError: the module lacks the name; the message names a replacement if there is one.
@@ -389,7 +389,7 @@ class _ForwardingModule(ModuleType):
 
 
 class _Finder:
-    """Finds the modules of the table, and raises an ImportError with an explanation for unsupported modules."""
+    """Finds the modules in the table, and raises an ImportError with an explanation for unsupported modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -451,8 +451,8 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
     def reject(*args: Any, **kwargs: Any) -> Any:
         raise ImportError(
             f"{name} comes from Hugging Face Accelerate, which is not installed: pip install accelerate. To train "
-            "a model that does not fit on one device, nblaunch has "
-            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) and "
+            "a model that does not fit on one device, use nblaunch's "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) or "
             "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))",
             name="accelerate",
         ) from cause

@@ -1,4 +1,4 @@
-"""The context of this process: topology, backend, slot of the board, and connection to the launcher.
+"""The context of this process: topology, backend, slot on the board, and connection to the launcher.
 
 ``worker/bootstrap.py`` and ``start_methods/inline.py`` install a context before they call the user's function. In
 other processes (``torchrun``, plain ``python``, a notebook cell), :func:`current` creates one from the environment.
@@ -40,28 +40,29 @@ class ProcessContext:
         backend: device family.
         slot: the slot of this process on the progress board.
         emit: sends an event to the launcher; blocks while the pipe is full.
-        locks: locks that the workers of this machine share.
+        locks: locks that the workers on this machine share.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, such as
             ``{"mixed_precision": "bf16"}``.
         parent_pid: id of the process that started this worker; 0 = none.
-        attempt: number of the attempt in this launcher, counted from 0; on several nodes see
+        attempt: number of the attempt, counted from 0 by this launcher; in a job on several nodes, see
             ``TORCHELASTIC_RESTART_COUNT``.
-        connection: receives the kernel's commands to a session or the debugger; None = no commands.
+        connection: receives the kernel's commands for a session or the debugger; None = no commands.
         key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
-        is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context
+        is_launched: whether the process is running a launch's function, as a worker or inline; False if the context
             comes from the environment.
         is_watched: whether another process reads the slot and the events; False if the context comes from the
             environment.
         num_commands: number of session commands that this process has started.
         num_collectives: returns how many collectives this process has called; None = unknown.
         reports: the reports that this process writes to the board (``progress/board_reports.py``); None before their
-            first use; opaque here.
-        training: the ``SharedState`` of ``nblaunch.training`` in this process; None before its first use; opaque here.
+            first use. This module treats them as opaque.
+        training: the ``SharedState`` of ``nblaunch.training`` in this process; None before its first use. This module
+            treats it as opaque.
         was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
             ``training``.
-        compares_shapes: whether collectives compare shapes across ranks; None = the setting of the launch.
+        compares_shapes: whether collectives compare shapes across ranks; None = use the launch's setting.
         flush_losses: writes the last losses and the device memory to the board. They are written late, because the
-            process waits for the device when it reads them. Set with ``reports``, and called when the function has
+            process has to wait for the device to read them. Set with ``reports``, and called when the function has
             returned.
         forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.
 
@@ -92,7 +93,7 @@ class ProcessContext:
     is_current: bool = field(default=False, init=False, compare=False, repr=False)
 
     def observe(self, check: str, problem: str, advice: str, frame: FrameType | None, **more: Any) -> None:
-        """Send the observation of a check, with the line of the user's code that ``frame`` is running.
+        """Send a check's observation, with the line of the user's code that ``frame`` is running.
 
         A check that the user has turned off sends nothing.
 
@@ -167,10 +168,10 @@ def take() -> ProcessContext | None:
 
 
 def exists() -> bool:
-    """Return whether this process has a context, without creating one."""
+    """Return whether this process has a context; never create one."""
     return _current is not None
 
 
 def is_worker() -> bool:
-    """Return whether this process runs the function of a launch, without creating a context."""
+    """Return whether this process is running a launch's function; never create a context."""
     return _current is not None and _current.is_launched

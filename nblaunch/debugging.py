@@ -42,20 +42,20 @@ class Debugged(Protocol):
 
 
 def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
-    """Open pdb in a worker: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
+    """Open pdb in a worker: where a job with ``post_mortem=True`` failed, or at a ``breakpoint()``.
 
-    Also works after a session command has failed, until the next command.
+    This also works after a session command has failed, until the next command.
 
-    All pdb commands work. After a failure, and on ranks that wait for others, you can inspect frames but not continue.
-    ``q`` leaves pdb; at a ``breakpoint()``, ``c`` continues, and ``q`` ends the job.
+    All pdb commands work. After a failure, and on ranks that are waiting for others, you can inspect frames but not
+    continue. ``q`` leaves pdb; at a ``breakpoint()``, ``c`` continues, and ``q`` ends the job.
 
     Args:
-        rank: rank to debug. None = the rank that failed, or the first that waits at a ``breakpoint()``.
-        job: a job or a session. None = the most recent one that is kept after a failure or waits at a ``breakpoint()``,
-            else the last job.
+        rank: rank to debug. None = the rank that failed, or the first that is waiting at a ``breakpoint()``.
+        job: a job or a session. None = the most recent one that is kept after a failure or is waiting at a
+            ``breakpoint()``; if there is none, the last job.
 
     Raises:
-        RuntimeError: no worker waits for a debugger, or there is no interactive input.
+        RuntimeError: no worker is waiting for a debugger, or there is no interactive input.
         ValueError: the rank does not exist, or has not failed.
     """
     __tracebackhide__ = True
@@ -80,7 +80,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
 
 def _latest_waiting() -> Debugged | None:
-    """Return the latest job that is kept after a failure or waits at a ``breakpoint()``; None if there is none."""
+    """Return the latest job that is kept after a failure or is waiting at a ``breakpoint()``; None if there is none."""
     waiting: list[tuple[float, Debugged]] = [*jobs_at_breakpoints()]
     kept = latest_kept_failure()
     if kept is not None:
@@ -94,7 +94,7 @@ def on_prompts(runner: JobRunner) -> None:
     In the thread of a background job, print a hint instead.
     """
     debugger = runner.debugger
-    assert debugger is not None, "a rank waits"
+    assert debugger is not None, "a rank is waiting"
     if threading.current_thread() is threading.main_thread():
         answer_prompt(debugger, runner.requests.interrupt)
         return
@@ -138,12 +138,13 @@ def takes_breakpoints(background: bool) -> bool:
 
 
 def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
-    """Report a breakpoint once, although the loop of the job calls this function repeatedly."""
-    prompt = debugger.prompts.get(rank)  # debug() in the main thread may answer it right now
+    """Report a breakpoint only once, even though the job's loop calls this function repeatedly."""
+    prompt = debugger.prompts.get(rank)  # debug() in the main thread may be answering it right now
     if prompt is not None and prompt.stop is not None and prompt.stop not in debugger.announced_stops:
         debugger.announced_stops.add(prompt.stop)
         filename, line, _ = prompt.stop
-        text = f"rank {rank} waits at breakpoint() in {cell_name(filename)}, line {line}: nblaunch.debug() opens pdb"
+        where = f"breakpoint() in {cell_name(filename)}, line {line}"
+        text = f"rank {rank} is waiting at {where}: nblaunch.debug() opens pdb"
         runner.emit(Note.of_job(text, "warning"))
 
 

@@ -4,10 +4,10 @@
     plan_for(call)      before each fork: what the functions of the call will import
     finish()            before each fork
 
-torch imports its compiler when the first optimizer is made, which takes more than a second. Without this module, each
-worker of each launch would import the compiler again. The cell that imports nblaunch does not wait for the imports,
-because the kernel performs them between cells, in its main thread, one module at a time. No extra thread is used, so
-the user's imports never see a half-imported module, and no import lock is held when the kernel forks.
+torch imports its compiler when the first optimizer is created, which takes more than a second. Without this module,
+each worker of each launch would import the compiler again. The cell that imports nblaunch does not wait for the
+imports, because the kernel performs them between cells, in its main thread, one module at a time. No extra thread is
+used, so the user's imports never see a half-imported module, and no import lock is held when the kernel forks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRAINING = {"backward", "optim", "Trainer", "fit"}
 """Names that a function contains if it creates an optimizer."""
 
 _IDLE_S = 0.1
-"""Seconds to wait after the running cell, so that the kernel can send its reply and begin the next cell."""
+"""Seconds to wait after the running cell has ended, so that the kernel can send its reply and begin the next cell."""
 
 _planned: list[str] = []
 _lock = threading.RLock()
@@ -41,7 +41,7 @@ _kernel_pid = os.getpid()
 
 
 def plan(*modules: str) -> None:
-    """Import modules while this kernel is idle, in this order; outside a kernel, at the next :func:`finish`."""
+    """Import modules in this order while the kernel is idle; outside a kernel, the next :func:`finish` imports them."""
     _planned.extend(modules)
     # A forked worker inherits the kernel's shell, whose event loop belongs to the kernel.
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
@@ -72,7 +72,7 @@ def plan_for(call: Iterable[Any]) -> None:
 
 
 def finish() -> None:
-    """Import the planned modules that are not imported yet; wait for another thread that imports one of them.
+    """Import the planned modules that are not imported yet; wait for another thread that is importing one of them.
 
     Ignore a module that can't be imported, because the code that needs it will raise the error.
     """
@@ -82,7 +82,7 @@ def finish() -> None:
 
 
 def _import_first() -> None:
-    """Import one planned module. Interrupts wait, because they would leave the module half imported."""
+    """Import one planned module. Interrupts are held back, because they would leave the module half imported."""
     with _lock, signal_handlers.held_back(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings would appear in a cell that does not import the module
         if _planned:
@@ -93,7 +93,7 @@ def _import_first() -> None:
 
 
 def _wait_for_reply(loop: Any) -> None:
-    """Begin once the loop is free again, because the first callback may run before the cell's reply."""
+    """Start importing once the loop is free again; the first callback may run before the cell's reply is sent."""
     loop.call_later(_IDLE_S, _import_when_idle, loop)
 
 

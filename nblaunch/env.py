@@ -1,6 +1,6 @@
 """Environment variables. No other module uses ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads. A user or a cluster sets them. Parts of nblaunch pass values
+``TABLE`` lists every variable that nblaunch reads. Users or clusters set these variables. Parts of nblaunch pass values
 to each other as arguments or in the payload of a launch.
 """
 
@@ -126,8 +126,8 @@ TABLE = {
         Variable("FORCE_COLOR", _TEXT, "", "any value turns colours on, even outside a terminal"),
         Variable("HF_HOME", _TEXT, "", "Hugging Face's folder; default: huggingface in XDG_CACHE_HOME"),
         Variable("XDG_CACHE_HOME", _TEXT, "", "folder of caches; default: ~/.cache"),
-        Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
-        Variable("XDG_STATE_HOME", _TEXT, "", "folder of detached jobs, in nblaunch/jobs; default: ~/.local/state"),
+        Variable("XDG_CONFIG_HOME", _TEXT, "", "folder for configuration files; default: ~/.config"),
+        Variable("XDG_STATE_HOME", _TEXT, "", "folder for nblaunch/jobs (detached jobs); default: ~/.local/state"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
         Variable("CUDA_DEVICE_ORDER", _TEXT, None, "PCI_BUS_ID: number GPUs by bus, not by speed"),
         Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs to use, in CUDA's format"),
@@ -140,8 +140,8 @@ TABLE = {
         Variable("NCCL_P2P_DISABLE", _TEXT, None, "disable peer access between GPUs; set for GPUs without it"),
         Variable("PJRT_DEVICE", _TEXT, None, "device of torch_xla: TPU or CPU; default: TPU if there is one"),
         Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no device packages on its own"),
-        Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
-        Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the metadata server of the TPU host"),
+        Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image, such as v5litepod-8"),
+        Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the TPU host's metadata server"),
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts in this machine's TPU slice"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
         Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision, if the script sets none"),
@@ -191,7 +191,7 @@ def read(name: str) -> Any:
 
 
 def check() -> None:
-    """Check every variable in the table, and misspelt names, before anything starts.
+    """Check every variable in the table, and look for misspelt names, before anything starts.
 
     Raises:
         ValueError: variables are invalid; the message lists all of them.
@@ -252,7 +252,7 @@ _OVERHEAD_BYTES = 10  # "=", the zero at the end, and a pointer
 
 
 def apply(changes: Mapping[str, str | None]) -> None:
-    """Set variables of this process; None removes a variable."""
+    """Set environment variables in this process; None removes a variable."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,21 +1,21 @@
-"""The exceptions and warnings of nblaunch, except ``config.settings.ConfigError``.
+"""nblaunch's exceptions and warnings, except ``config.settings.ConfigError``.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function
     │   └── PayloadError      the call can't be sent to workers (names the variable that can't be pickled)
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't be pickled; has its type, message and traceback as text
-    │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others wait
-    │       └── NodeLost      its machine left the job or sends no heartbeats
-    ├── CollectiveMismatch    ranks called different collectives where all must call the same
+    │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others are waiting
+    │       └── NodeLost      its machine left the job or stopped sending heartbeats
+    ├── CollectiveMismatch    ranks called different collectives where all must call the same one
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
     ├── JobLost               the process of a detached job was killed, or its machine restarted
     ├── ResultError           the return value can't be pickled; ``partial`` has the parts that can
-    ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
+    ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` raises KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
     └── DistributedOperationException   ranks called a collective with tensors of different shapes
 
-Exceptions of the user's function are raised with their original type; invalid arguments raise ``ValueError`` or
+Exceptions from the user's function are raised with their original type; invalid arguments raise ``ValueError`` or
 ``TypeError``. All exceptions can be pickled, so that process pools and test runners can pass them on. :func:`warn`
 shows a warning at the user's line, and :func:`chain_of` follows causes and contexts.
 """
@@ -33,7 +33,7 @@ _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 
 
 class NblaunchError(Exception):
-    """Base class of all exceptions defined here.
+    """Base class for all exceptions defined here.
 
     Each exception can be constructed from its message alone, so that Python can pickle it with its attributes.
     """
@@ -51,7 +51,7 @@ class WorkerError(NblaunchError, RuntimeError):
     """A worker failed.
 
     Args:
-        message: what happened, where, the evidence and the advice.
+        message: what happened and where, with evidence and advice.
         rank: rank of the worker that failed first.
     """
 
@@ -89,7 +89,7 @@ class JobHung(NblaunchError, RuntimeError):
 
     Args:
         message: what happened.
-        ranks: ranks that the others wait for; empty if unknown.
+        ranks: ranks that the others were waiting for; empty if unknown.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -101,7 +101,7 @@ class CollectiveMismatch(NblaunchError, RuntimeError):
     """Ranks called different collectives, or the same one with different tensors, reductions or roots.
 
     Args:
-        message: the call and the line of each rank.
+        message: each rank's call and its line.
         ranks: ranks at fault; empty if no side is more likely to be wrong.
     """
 

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 class WorkerState(enum.IntEnum):
     """State of a worker, as shown to users. Values are stored on the board.
 
-    Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` means that a rank of a session waits
-    for a command.
+    Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` means that a session's rank is
+    waiting for a command.
     """
 
     STARTING = 0
@@ -97,10 +97,10 @@ class FrameInfo:
         filename: file of the code.
         lineno: current line.
         name: name of the function.
-        line: source text of the line, including lines of notebook cells.
+        line: source text of the line, even if the line is in a notebook cell.
         is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
-        variables: name and text of each local variable, a literal or a description; only in the user's innermost
+        variables: name and text (a literal or a description) of each local variable; only in the user's innermost
             frames.
     """
 
@@ -120,10 +120,10 @@ class ExceptionInfo:
     Args:
         type_name: qualified name of the class.
         message: ``str(exception)``.
-        frames: frames of the traceback, outermost first, without frames of the launcher.
-        text: the whole traceback as Python prints it, with causes and contexts, without frames of the launcher.
+        frames: frames of the traceback, outermost first, without the launcher's frames.
+        text: the whole traceback as Python prints it, with causes and contexts, but without the launcher's frames.
         cause: ``__cause__`` or ``__context__``; None if there is none.
-        parts: exceptions of an exception group.
+        parts: exceptions in an exception group.
         is_raised_from: ``cause`` is ``__cause__``, set by ``raise ... from``.
     """
 
@@ -138,7 +138,7 @@ class ExceptionInfo:
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all events.
+    """Base class for all events.
 
     Args:
         rank: the rank that the event is about; -1 = the job as a whole.
@@ -174,7 +174,7 @@ class Metric(Event):
     """Values logged by ``accelerator.log``.
 
     Args:
-        step: as passed to ``log``: a finite number, or the text of anything else.
+        step: step passed to ``log``: a finite number, or anything else as text.
         values: the values by name.
         epoch: number of the current or last epoch, counted from 1; 0 before the first.
     """
@@ -189,7 +189,7 @@ class EpochEnded(Event):
     """A loop over a training loader ended, perhaps before its last batch.
 
     Args:
-        epoch: its number, counted from 1.
+        epoch: number of the epoch, counted from 1.
         loss: mean of the rank's losses since its last ``EpochEnded``; None = no losses.
         duration_s: duration of the loop.
     """
@@ -205,9 +205,9 @@ class Note(Event):
 
     Args:
         text: text of the note.
-        kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks that make no progress, with
-            one line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once they are no
-            longer slow.
+        kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks that are making no progress,
+            with one line for each position; ``"slow"``: why steps are slow; the text is empty once they are no longer
+            slow.
     """
 
     text: str = ""
@@ -263,10 +263,10 @@ class Observation(Event):
         advice: what to do, as a sentence without its full stop.
         step: number of optimizer steps so far.
         value: values by which ranks are compared; the first says what is compared.
-        judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
-            this step differ. ``"distinct"``: if they are all the same. ``"overlapping"``: if every rank has several of
-            the values of the first rank, in another order. ``"first"``: if the problem began on some
-            ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if the
+        judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the ranks' values at this
+            step are not all equal. ``"distinct"``: if they are all the same. ``"overlapping"``: if every rank has
+            several of the first rank's values, but in another order. ``"first"``: if the problem began on some ranks,
+            and exactly one step later on all others; the value is the step at which it began. ``"together"``: if the
             values of several ranks differ at most in their last part. The first part is the path of a written file, the
             last a checksum of its contents; equal writes are not reported. ``"finally"``: if all ranks have sent the
             observation by the end of the job, and no rank has revoked it.
@@ -384,12 +384,12 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class CommandEvent(Event):
-    """An event of a session's command, which the rank reports as if it had been started for this command only.
+    """An event of a session's command, reported as if the rank had been started for this command only.
 
     Args:
         number: number of the command.
         event: :class:`Started`, :class:`Returned`, :class:`StateSent`, :class:`Interrupted`, :class:`Failed`, or
-            :class:`Exited`, the last one of a command; the process of the rank continues.
+            :class:`Exited`, a command's last event, although the rank's process continues.
         has_torch: whether the rank has imported torch.
     """
 
@@ -404,7 +404,7 @@ class PutUnread(Event):
 
     Args:
         pipes: inodes of the queues' pipes.
-        has_tensors: whether items refer to memory of the rank, which is lost when the rank ends.
+        has_tensors: whether items refer to the rank's memory, which is lost when the rank ends.
     """
 
     pipes: tuple[int, ...] = ()
@@ -416,7 +416,7 @@ class PutUnread(Event):
 
 @dataclass(frozen=True)
 class AttemptStarted(Event):
-    """An attempt of the job starts; ``rank`` is -1.
+    """An attempt of the job is starting; ``rank`` is -1.
 
     Args:
         function_name: name of the user's function.
@@ -427,7 +427,8 @@ class AttemptStarted(Event):
         fallback: why the usual start method was not possible, as a sentence; empty if it was possible.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: number of the attempt, counted from 0.
-        label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
+        label_template: template for labels of output lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None
+            = ``[rank]``.
         is_spmd: whether one worker drives all devices.
         mixed_precision: default precision of accelerators in the workers.
         first_rank: lowest rank of this machine.
@@ -472,15 +473,16 @@ class Hint(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """A rank that makes no progress, with its position.
+    """A rank that is making no progress, with its position.
 
-    Emitted after half of ``hang_timeout_s`` for ranks that wait in a collective, and after all of it for others.
+    Emitted after half of ``hang_timeout_s`` for ranks that are waiting in a collective, and after the full time for
+    others.
 
     Args:
         where: the line of the rank, such as ``cell 5, line 14``.
-        waiting_in: the collective that it waits in, such as ``all_reduce``; empty = none.
+        waiting_in: the collective that it is waiting in, such as ``all_reduce``; empty = none.
         for_s: seconds since its last progress.
-        is_certain: whether the rank certainly waits or hangs; False if it may be working without taking steps.
+        is_certain: whether the rank is certainly waiting or hanging; False if it may be working without taking steps.
     """
 
     where: str = ""
@@ -498,7 +500,7 @@ class HostMemory(Event):
         is_proportional: whether shared pages are divided by the number of processes that share them, so that the values
             of ranks can be added.
         peak_bytes: the peak so far; 0 = unknown.
-        job_peak_bytes: the peak of all ranks of this machine together; 0 = unknown.
+        job_peak_bytes: the peak of all ranks on this machine together; 0 = unknown.
     """
 
     num_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Format sizes, counts, ranks, durations, rates, losses and columns the same way in messages, notes and dashboards."""
+"""Formats sizes, counts, ranks, durations, rates, losses and columns the same way in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def count(number: int, noun: str) -> str:
 
 
 def first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
-    """Return at most ``limit`` texts, and how many more there are: ``a, b and 3 more``."""
+    """Join at most ``limit`` of the texts, and add how many more there are: ``a, b and 3 more``."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + more
 
@@ -84,7 +84,7 @@ def with_article(noun: str) -> str:
 
 
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks that have each text, ordered by the first rank; ``texts``: rank -> text."""
+    """Group ranks by their texts, in the order of each group's first rank; ``texts``: rank -> text."""
     grouped: dict[str, list[int]] = {}
     for rank in sorted(texts):
         grouped.setdefault(texts[rank], []).append(rank)
@@ -92,7 +92,7 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def states(texts: Mapping[int, str]) -> str:
-    """Return what ranks do, as one sentence: ``ranks 0 and 1 TEXT; rank 2 TEXT``; ``texts``: rank -> text."""
+    """Return what ranks are doing, as one sentence: ``ranks 0 and 1 TEXT; rank 2 TEXT``; ``texts``: rank -> text."""
     return "; ".join(f"{ranks(who)} {text}" for text, who in ranks_by_text(texts).items())
 
 
@@ -177,7 +177,7 @@ def single_line(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of ``text`` that is not blank, as :func:`single_line` does."""
+    """Return the first line of ``text`` that is not blank, formatted by :func:`single_line`."""
     return single_line(text.strip().partition("\n")[0])
 
 

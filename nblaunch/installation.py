@@ -1,7 +1,7 @@
-"""The files of nblaunch itself, which ``pip install -U`` may replace while a process is running them.
+"""nblaunch's own files, which ``pip install -U`` may replace while a process is running them.
 
-Most modules are imported when they are first needed. After such an update, a process would mix modules of both
-versions, and send messages of the old version to new interpreters. Therefore:
+Most modules are imported when they are first needed. After such an update, a process would mix modules from both
+versions, and send the old version's messages to new interpreters. Therefore:
 
 * :func:`check_import` runs before each import of an nblaunch module, and :func:`check_new_process` before each start
   of a new interpreter. They raise an error instead of mixing two versions.
@@ -49,7 +49,7 @@ _keeps_modules = False
 
 
 def check_import() -> None:
-    """Raise an error if a module of another version would be imported.
+    """Raise an error if a module from another version would be imported.
 
     Raises:
         LaunchError: the installed version is not the one that this process runs, or none is installed.
@@ -76,13 +76,13 @@ def check_new_process() -> None:
         return
     what = f"replaced by nblaunch {version}" if version else "removed"
     raise LaunchError(
-        f"this process runs nblaunch {running}, but its files in {_FOLDER} were {what} after it had started. "
-        "Modules of two versions do not work together. Restart the kernel, or start the program again"
+        f"this process is running nblaunch {running}, but its files in {_FOLDER} were {what} after it started. "
+        "Modules from two versions do not work together. Restart the kernel, or start the program again"
     )
 
 
 def keep_modules() -> None:
-    """Let this process and its forks import modules from their current files, even if these are replaced later.
+    """Let this process and its forks import modules as they are now, even if their files are replaced later.
 
     This function reads all source files, which takes a few milliseconds, and keeps them in memory: about 3 MB.
     """

@@ -1,4 +1,4 @@
-"""The loggers of nblaunch, which decide which notes are shown.
+"""nblaunch's loggers, which decide which notes are shown.
 
 ``logging.getLogger("nblaunch").setLevel("WARNING")`` turns notes off; warnings and hangs have the levels WARNING and
 ERROR. The logger ``nblaunch.notes`` receives a record for each note that is shown. It does not propagate, because the

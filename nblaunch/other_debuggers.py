@@ -4,9 +4,9 @@ pdb), and those that code in a worker calls.
 A debugger traces the main thread. pydevd also replaces the functions that start processes, so that it can follow the
 children. A worker has neither the debugger's threads nor its connection to the front end, and would wait for both
 forever. Therefore workers start as if no debugger were attached (:func:`kept_out`), and a forked process drops its copy
-(:func:`leave`).
+of the debugger (:func:`leave`).
 
-This module never imports a debugger. It uses private names of debuggers only if they exist.
+This module never imports a debugger. It uses debuggers' private names only if these exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from nblaunch import packages
 
 _PATCHED = ("os", "subprocess", "_posixsubprocess")
 _is_noted = False
-_ORIGINAL = "original_"  # pydevd keeps each function that it replaces under its name with this prefix
+_ORIGINAL = (
+    "original_"  # pydevd keeps each function that it replaces under the function's name with this prefix
+)
 
 
 def is_attached() -> bool:
@@ -65,8 +67,8 @@ def kept_out() -> Iterator[None]:
 def fork() -> int:
     """Fork with the system's function, without warnings; the child keeps this process's warning filters.
 
-    A debugger may have replaced ``os.fork`` to follow the child. Python and jax warn before the fork of a process with
-    several threads; nblaunch stops workers from using what belongs to other threads.
+    A debugger may have replaced ``os.fork`` to follow the child. Python and jax warn when a process with several
+    threads is about to fork; nblaunch stops workers from using what belongs to other threads.
     """
     import posix
 
@@ -76,7 +78,7 @@ def fork() -> int:
 
 
 def note() -> str | None:
-    """Return, once per process, a note that the attached debugger does not work in workers; otherwise None."""
+    """Return a note that the attached debugger does not work in workers; None on later calls or without a debugger."""
     global _is_noted
     if _is_noted or not is_attached():
         return None

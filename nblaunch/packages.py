@@ -82,7 +82,7 @@ def torch_mismatch(package: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: ``"2.9.0+cpu"`` is (2, 9, 0)."""
+    """Return the numbers in a version: ``"2.9.0+cpu"`` becomes (2, 9, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
@@ -91,10 +91,10 @@ def _fits(present: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
 
 
 def is_subclass(kind: type, *names: str) -> bool:
-    """Return whether a class is one of a library's, such as ``"torch.nn.Module"``, or derived from it.
+    """Return whether ``kind`` is a class with one of these names, such as ``"torch.nn.Module"``, or derived from one.
 
-    Nothing is imported, because no class is derived from one that is not loaded. Pass ``type(value)`` to test a value:
-    ``isinstance`` would read its ``__class__``, which raises an error in a proxy without an object.
+    Nothing is imported, because no class is derived from a class that is not loaded. Pass ``type(value)`` to test a
+    value: ``isinstance`` would read its ``__class__``, which raises an error in a proxy without an object.
     """
     for name in names:
         module, _, attribute = name.rpartition(".")
@@ -138,10 +138,11 @@ def observe_when_imported(name: str, change: Change) -> None:
 def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Return a decorator that gives the name and signature of ``original`` to its replacement in a worker.
 
-    Warnings of ``original`` still name the line of its caller (:data:`UNCOUNTED`).
+    Warnings from ``original`` still name its caller's line (:data:`UNCOUNTED`).
 
     ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads changes a reference
-    count in memory that a worker shares with the kernel, so every hook would copy several more pages.
+    count in memory that a worker shares with the kernel, so with it, every hook would cause several more pages to be
+    copied.
     """
     names = ("__module__", "__name__", "__qualname__")
 
@@ -189,14 +190,14 @@ def _uncounted_code(code: CodeType, variables: dict[str, Any]) -> CodeType:
     if id(code) not in _uncounted:
         filename = code.co_filename + UNCOUNTED
         _uncounted[id(code)] = code, code.replace(co_filename=filename)
-        linecache.lazycache(filename, variables)  # tracebacks show the lines
+        linecache.lazycache(filename, variables)  # so that tracebacks show the lines
     return _uncounted[id(code)][1]
 
 
 def defines_replacements(function: _Function) -> _Function:
     """Prepare the code of the replacements that the decorated function defines.
 
-    Every worker calls the function. The code is prepared before the fork, because that changes reference
+    Every worker calls the function. The code is prepared before the fork, because this preparation changes reference
     counts on many pages, which each worker would otherwise have to copy.
     """
     for constant in function.__code__.co_consts:
@@ -207,7 +208,7 @@ def defines_replacements(function: _Function) -> _Function:
 
 @defines_replacements
 def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Call ``act(instance)`` before each call of a method of ``cls``, in this process."""
+    """Call ``act(instance)`` before each call to a method of ``cls``, in this process."""
     method = getattr(cls, name)
 
     @replaces(cls, name)
@@ -227,9 +228,9 @@ def is_own(instance: Any) -> bool:
 
 
 _acting = threading.RLock()
-"""Held while an object is made usable, because several threads may start to use it at the same moment."""
+"""Held while an object is being made usable, because several threads may start to use it at the same time."""
 
-if hasattr(os, "register_at_fork"):  # Windows, where the package says what it needs, has no forks
+if hasattr(os, "register_at_fork"):  # Windows has no forks; there, the package only says what it needs
     os.register_at_fork(after_in_child=_acting._at_fork_reinit)  # type: ignore[attr-defined]
 
 
@@ -263,7 +264,7 @@ def before_first_use(
 
 
 def find_elsewhere(fullname: str, searched: set[str]) -> ModuleSpec | None:
-    """Find a module through all finders except the one that calls, for a finder that only observes imports.
+    """Find a module through all finders except the caller, which is a finder that only observes imports.
 
     Args:
         fullname: name of the module.
@@ -277,9 +278,7 @@ def find_elsewhere(fullname: str, searched: set[str]) -> ModuleSpec | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when no
-    changes are left.
-    """
+    """Finds modules through the other finders, and makes their loaders apply the changes, until no changes are left."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}

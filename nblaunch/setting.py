@@ -29,14 +29,14 @@ class Converter(ABC):
 
     @abstractmethod
     def convert(self, value: Any) -> Any:
-        """Convert the text of a command line, or a value of a file, to the type of the setting.
+        """Convert text from a command line, or a value from a file, to the type of the setting.
 
         Raises:
             ValueError: ``value`` is invalid. The message completes a sentence, as in ``must be a whole number``.
         """
 
     def accept(self, value: Any) -> Any:
-        """Convert an argument of a Python call to the type of the setting.
+        """Convert an argument from a Python call to the type of the setting.
 
         Raises:
             TypeError: ``value`` has the wrong type. The message completes a sentence.
@@ -94,7 +94,7 @@ class Machines(Converter):
 
 @dataclass(frozen=True)
 class Number(Converter):
-    """A number of at least ``least``; with ``is_optional`` also ``none``."""
+    """A number of at least ``least``; if ``is_optional``, ``none`` is also valid."""
 
     least: float = 0.0
     is_optional: bool = False
@@ -136,7 +136,7 @@ class Flag(Converter):
         raise ValueError("must be true or false")
 
     def accept(self, value: Any) -> bool:
-        # bool("no") would be True. Comparing the values as text also accepts NumPy booleans.
+        # bool("no") would be True. The values are compared as text, so that NumPy booleans are accepted, too.
         if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):
             raise TypeError(f"must be True or False, but is {formatting.kind(value)}")
         return bool(value)
@@ -185,7 +185,7 @@ class Text(Converter):
 
     Args:
         metavar: placeholder in the help.
-        example: valid value for messages.
+        example: a valid value to show in messages.
     """
 
     metavar: str = "TEXT"
@@ -260,7 +260,7 @@ class Names(Converter):
         parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
         names = tuple(str(part).strip() for part in parts)
         if not all(names):
-            raise ValueError("must be names such as a,b, and none may be empty")
+            raise ValueError("must be non-empty names such as a,b")
         return names
 
     def accept(self, value: Any) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ class Setting:
     Args:
         name: name of the option, the key and the argument.
         converter: converts and checks values.
-        default: None = chosen at the launch.
+        default: None = chosen at launch.
         meaning: one line, for help and for comments in files.
         group: key of ``GROUPS`` in ``config/settings.py``.
     """
@@ -301,7 +301,7 @@ class Setting:
 
 
 def _as_value(value: Any) -> Any:
-    """Return the number or flag that a text contains; return any other value unchanged."""
+    """Return the number or flag that a string contains; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     number = _number(value)

@@ -1,8 +1,8 @@
 """LaunchSpec: all settings of a launch in one frozen, checked value.
 
 ``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Each field defines in one
-place what its values are, what it means, and where it can't be used. From the fields, nblaunch derives the options of
-``nblaunch launch``, the keys of configuration files, the arguments of ``nblaunch.launch``, and the restrictions of
+place which values it accepts, what it means, and where it can't be used. From the fields, nblaunch derives the options
+of ``nblaunch launch``, the keys of configuration files, the arguments of ``nblaunch.launch``, and the restrictions on
 sessions, detached jobs and ``engine="inline"``. Values are checked when a ``LaunchSpec`` is made, before anything
 starts; ``launcher/plan.py`` checks everything that depends on the devices of this machine.
 """
@@ -54,7 +54,7 @@ RDZV_SETTINGS = (
 """Valid keys of ``rdzv_conf``, with torch's names. ``rank`` is accepted because other launchers set it."""
 
 DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
-"""Default ports of the rendezvous, as in ``torchrun``."""
+"""Default ports for the rendezvous, as in ``torchrun``."""
 
 DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
@@ -67,7 +67,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
     """Return the host and port from ``host``, ``host:port`` or ``[IPv6 address]:port``; a missing port is None.
 
     Raises:
-        ValueError: the text does not have one of these forms.
+        ValueError: the string does not have one of these forms.
     """
     match = _ENDPOINT.fullmatch(endpoint.strip())
     port = int(match["port"]) if match and match["port"] else None
@@ -95,7 +95,7 @@ def parse_port(use_port: str | int | None) -> int | None:
 
 
 class RendezvousSettings(Pairs):
-    """Further settings of the rendezvous, by torch's names."""
+    """Further settings for the rendezvous, under torch's names."""
 
     def accept(self, value: Any) -> Mapping[str, Any]:
         conf = super().accept(value)
@@ -111,8 +111,7 @@ class RendezvousSettings(Pairs):
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, even within a :func:`functools.partial`; for other objects, return their repr or
-    class."""
+    """Return a function's name, even in a :func:`functools.partial`; for other objects, return the repr or class."""
     while isinstance(function, functools.partial):
         function = function.func
     has_repr = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
@@ -146,7 +145,7 @@ def _check_call(function: Any, args: Any) -> None:
 
 
 def _check_runs_when_called(function: Any) -> None:
-    """Raise TypeError for async and generator functions, because calling them runs none of their lines."""
+    """Raise TypeError for async and generator functions, because a call runs none of their lines."""
     name = name_of(function)
     if inspect.iscoroutinefunction(function):
         raise TypeError(
@@ -161,7 +160,7 @@ def _check_runs_when_called(function: Any) -> None:
 
 
 _FIELD_DEFAULT = object()
-"""The default of the field."""
+"""Stands for the field's own default."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Use:
     Args:
         converter: checks the values; None = checked elsewhere.
         meaning: one line, for help and configuration files.
-        group: group of the option; empty = no option of ``nblaunch launch``.
+        group: group of the option; empty = ``nblaunch launch`` has no such option.
         option: name of the option and key; empty = the name of the field.
         option_default: default of the option, if it differs from the default of the field.
         is_of_start: whether workers keep the value from their start to their end, as in a session.
@@ -206,26 +205,26 @@ class LaunchSpec:
     Args:
         function: called as ``function(*args)`` in every worker.
         args: positional arguments; workers share the modules in them until a worker writes to one.
-        num_processes: number of workers, on all machines together if an engine starts them; None = one per device
-            (GPUs; usable cores on a CPU-only machine).
+        num_processes: number of workers, on all machines together if an engine starts them; None = one per device (a
+            GPU, or a usable core on a CPU-only machine).
         hosts: names of the machines, as ``ssh`` accepts them; for ``engine="ssh"``.
         resources_per_node: resources of each machine, such as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
-        runtime_env: environment of the nodes, in Ray's format, for ``engine="ray"``.
+        runtime_env: environment for the nodes, in Ray's format, for ``engine="ray"``.
         master_port: TCP port of machine 0. None = 29500 with several machines; otherwise, the system chooses a free
             port.
-        num_nodes: number of machines: ``2``, or ``"1:2"``.
-        rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
-        rdzv_timeout_s: timeout in seconds of the rendezvous, or of the wait for an engine's nodes; None =
-            ``rdzv_conf["timeout"]``, or 600.
+        num_nodes: number of machines, such as ``2``, or a range, such as ``"1:2"``.
+        rdzv_conf: further settings, with torch's names; see :data:`nblaunch.spec.RDZV_SETTINGS`.
+        rdzv_timeout_s: seconds to wait for the rendezvous, or for an engine's nodes; None = ``rdzv_conf["timeout"]``,
+            or 600.
         has_breakpoints: whether ``breakpoint()`` in a worker opens pdb in this process, which needs a front end that
             allows input.
         is_session: whether the workers belong to a session, to which this process sends commands.
-        is_script: whether ``function`` is a script: rank 0 reads standard input, and exit code 0 is success.
+        is_script: whether ``function`` is a script: rank 0 reads standard input, and exit code 0 means success.
         is_detached: whether the job outlives this process; it then keeps the trained weights.
         is_spmd: whether one process drives all devices (XLA).
-        nodes: engine that keeps its nodes between launches, a ``KeptEngine``; None = a new one.
-        accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
-            ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
+        nodes: a ``KeptEngine``, which keeps its nodes between launches; None = a new engine.
+        accelerator_arguments: further defaults for ``Accelerator()`` in workers: argument -> value, such as
+            ``{"gradient_accumulation_steps": 4}``; a plugin is given as a mapping of its arguments.
         notes: sentences about the settings that the user sees when the job starts.
         variables: environment variables of workers that pass settings to other frameworks, such as Accelerate.
 
@@ -278,13 +277,17 @@ class LaunchSpec:
         group="machines", option_default=None, fits_engines=False,
     )  # fmt: skip
     rdzv_conf: Mapping[str, Any] | None = _set(
-        None, RendezvousSettings(), "further settings of the rendezvous", group="machines", fits_engines=False
+        None,
+        RendezvousSettings(),
+        "further settings for the rendezvous",
+        group="machines",
+        fits_engines=False,
     )
     rdzv_timeout_s: float | None = _set(
-        None, Number(0.001), "timeout of the rendezvous in seconds; default: 600", group="machines"
+        None, Number(0.001), "rendezvous timeout in seconds; default: 600", group="machines"
     )
     rdzv_id: str = _set(
-        "none", Text("NAME"), "name of the job, if a rendezvous serves several",
+        "none", Text("NAME"), "name of the job, if several jobs share a rendezvous",
         group="machines", fits_engines=False,
     )  # fmt: skip
     max_restarts: int = _set(
@@ -302,7 +305,7 @@ class LaunchSpec:
         not_detached="log_dir: nblaunch.jobs() looks in a single folder; set NBLAUNCH_LOG_DIR to choose it",
     )
     log_line_prefix_template: str | None = _set(
-        None, Text("TEMPLATE", "[${rank}] "), "label of printed lines, such as '[${rank}] '",
+        None, Text("TEMPLATE", "[${rank}] "), "label for printed lines, such as '[${rank}] '",
         group="running", is_of_start=False,
     )  # fmt: skip
     hang_timeout_s: float | None = _set(
@@ -314,7 +317,7 @@ class LaunchSpec:
         group="running", needs_workers=True,
     )  # fmt: skip
     interrupt_grace_s: float = _set(
-        5.0, Number(0.0), "seconds that finally blocks have between Ctrl-C and the kill", group="running"
+        5.0, Number(0.0), "seconds for finally blocks to run between Ctrl-C and the kill", group="running"
     )
     return_all: bool = _set(False, Flag(), is_of_start=False)
     sync_weights: bool = _set(True, Flag(), is_of_start=False)
@@ -341,7 +344,7 @@ class LaunchSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
-    """All defaults of ``Accelerator()`` in workers, argument -> value."""
+    """All defaults for ``Accelerator()`` in workers: argument -> value."""
 
     def __post_init__(self) -> None:
         _check_call(self.function, self.args)
@@ -366,7 +369,7 @@ class LaunchSpec:
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
-        """Return a copy without the function and its arguments; it keeps the function's name."""
+        """Return a copy that has the function's name, but neither the function nor its arguments."""
         spec = copy.copy(self)
         object.__setattr__(spec, "function", None)
         object.__setattr__(spec, "args", ())
@@ -374,7 +377,7 @@ class LaunchSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that pass settings to other frameworks in workers, such as Accelerate."""
+        """Environment variables that pass settings to other frameworks, such as Accelerate, in workers."""
         is_mixed = self.mixed_precision != "no"
         return {
             **self.variables,
@@ -415,7 +418,7 @@ class LaunchSpec:
 
     @property
     def rendezvous_timeout_s(self) -> float:
-        """The timeout of the rendezvous in seconds."""
+        """The rendezvous timeout in seconds."""
         if self.rdzv_timeout_s is not None:
             return self.rdzv_timeout_s
         conf = self.rdzv_conf or {}
@@ -423,7 +426,7 @@ class LaunchSpec:
 
 
 def uses() -> Iterator[tuple[Field[Any], Use]]:
-    """Yield the fields of :class:`LaunchSpec` that a caller sets, each with its :class:`Use`."""
+    """Yield the fields of :class:`LaunchSpec` that a caller can set, each with its :class:`Use`."""
     for spec_field in fields(LaunchSpec):
         if "use" in spec_field.metadata:
             yield spec_field, spec_field.metadata["use"]
@@ -445,7 +448,7 @@ def options() -> dict[str, Setting]:
 
 
 def wants_spmd(strategy: Any) -> bool:
-    """Return whether ``strategy`` of the Python API makes one process drive all devices.
+    """Return whether the Python API's argument ``strategy`` makes one process drive all devices.
 
     Raises:
         ValueError: it is neither ``"auto"`` nor ``"spmd"``.
@@ -520,7 +523,7 @@ def _check_nodes(spec: LaunchSpec) -> None:
     ]
     if given and not spec.is_elastic:
         which = formatting.joined(given)
-        raise ValueError(f"leave out {which} with num_nodes=1: only several machines meet at a rendezvous")
+        raise ValueError(f"leave out {which} with num_nodes=1: a rendezvous is only for several machines")
     if spec.is_elastic and spec.post_mortem:
         raise ValueError("post_mortem=True works only on one machine")
     if spec.is_elastic and spec.engine not in ("auto", "elastic"):

@@ -1,4 +1,4 @@
-"""The ranks and sizes of a worker in its job, and their environment variables, as in ``torchrun``."""
+"""A worker's ranks, the sizes of its job, and the environment variables for them, as in ``torchrun``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def missing_variables(environ: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks and sizes of one worker. All ranks are numbered from 0.
+    """One worker's ranks, and the sizes of its job. All ranks are numbered from 0.
 
     Args:
-        rank: rank among all workers of the job.
-        local_rank: rank among the workers of this node.
+        rank: rank among all workers in the job.
+        local_rank: rank among the workers on this node.
         node_rank: rank of this node.
         world_size: number of workers in the job.
         local_world_size: number of workers on this node.
@@ -56,11 +56,12 @@ class Topology:
     def to_env(self, restart_count: int = 0, max_restarts: int = 0) -> dict[str, str]:
         """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
-        With ``TORCHELASTIC_USE_AGENT_STORE``, ``init_process_group("env://")`` connects to the launcher's store on
-        every rank. ``TORCHELASTIC_RUN_ID`` informs frameworks that a launcher started the process.
+        With ``TORCHELASTIC_USE_AGENT_STORE``, every rank connects to the launcher's store in
+        ``init_process_group("env://")``. ``TORCHELASTIC_RUN_ID`` informs frameworks that a launcher started the
+        process.
 
         Args:
-            restart_count: how many times the job's workers were restarted.
+            restart_count: how many times the job's workers have been restarted.
             max_restarts: how many times they may be restarted.
         """
         return {

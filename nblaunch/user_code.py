@@ -60,7 +60,7 @@ def is_user_module(module: object) -> bool:
 
 
 def module_of(kind: type) -> str:
-    """Return the name of a class's module, or an empty string if it has none. Runs no metaclass code."""
+    """Return the name of a class's module, or an empty string if it has none. Run no metaclass code."""
     module = _MODULE_OF(kind)
     return module if type(module) is str else ""
 
@@ -71,7 +71,7 @@ def has_user_class(value: Any) -> bool:
 
 
 def is_users(module: str) -> bool:
-    """Return whether the module of this name is the notebook or script, or one of the user's files."""
+    """Return whether the module with this name is the notebook or script, or one of the user's files."""
     return module == "__main__" or is_user_module(sys.modules.get(module))
 
 
@@ -91,7 +91,8 @@ def cell_name(filename: str) -> str:
     if hasattr(compiler, "format_code_name"):
         parts = compiler.format_code_name(filename)
         return _CELL.sub(r"cell \1", " ".join(parts)) if parts else filename
-    # IPython 7 does not store the names of cells: it derives them from the text, or gives all cells the same name.
+    # IPython 7 does not store the names of cells: it derives them from the cells' text, or gives all cells the same
+    # name.
     if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
         return filename
     cells = shell.history_manager.input_hist_raw  # without newlines at the end
@@ -103,15 +104,15 @@ def cell_name(filename: str) -> str:
 
 
 def running_cell() -> str:
-    """Return ``cell 5`` for the cell that is running; empty outside a notebook."""
+    """Return ``cell 5`` for the cell that is running; an empty string outside a notebook."""
     shell = ipython_shell()
     is_in_notebook = getattr(shell, "kernel", None) is not None
     return f"cell {shell.execution_count}" if is_in_notebook else ""
 
 
 def ipython_shell() -> Any:
-    """Return IPython's shell, or None outside IPython. Never imports IPython."""
-    # While another thread imports IPython, the function may be missing.
+    """Return IPython's shell, or None outside IPython. Never import IPython."""
+    # While another thread is importing IPython, the function may be missing.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython() if get_ipython is not None else None
 
@@ -126,7 +127,7 @@ def user_frame_behind(frame: FrameType | None, packages: Collection[str]) -> Fra
 
 
 def innermost_user_frame() -> FrameType | None:
-    """Return the innermost running frame of the user's code, such as the line that calls a library's ``fit``."""
+    """Return the innermost running frame of the user's code, such as the one that calls a library's ``fit``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -151,7 +152,7 @@ def line_of(tb: TracebackType) -> int:
 def line_in(code: CodeType, line: int | None) -> int:
     """Return ``line``, or the first line of ``code`` if Python gave no line.
 
-    An interrupt may arrive at an instruction that belongs to no line, such as the jump of a ``while True: pass``.
+    An interrupt may arrive at an instruction that belongs to no line, such as the jump in a ``while True: pass``.
     Python then gives None or, in early releases of 3.11, -1.
     """
     return line if line is not None and line > 0 else code.co_firstlineno
@@ -160,7 +161,7 @@ def line_in(code: CodeType, line: int | None) -> int:
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each closure variable and global that the function's code refers to.
 
-    Code of nested functions and comprehensions is included.
+    Code in nested functions and comprehensions is included.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -172,11 +173,11 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 NO_VALUE = object()
-"""Content of an empty cell of a closure."""
+"""Content of an empty closure cell."""
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the content of a cell of a closure; :data:`NO_VALUE` if its variable has no value yet."""
+    """Return the content of a closure cell; :data:`NO_VALUE` if its variable has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -184,7 +185,7 @@ def content_of(cell: CellType) -> Any:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that code uses, including nested functions and comprehensions."""
+    """Yield the global names and attributes that code uses, including code in nested functions and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -194,7 +195,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 def used_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield objects that a function uses but does not receive as arguments, with their names in the function.
 
-    These are closures, global names, the object of a bound method, and the arguments of a ``partial``.
+    These are closure variables, globals, the object of a bound method, and the arguments of a ``partial``.
     """
     if isinstance(function, functools.partial):
         for position, value in enumerate(function.args):
@@ -214,7 +215,7 @@ def used_by(function: Any) -> Iterator[tuple[str, Any]]:
 def reachable_from(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
 
-    In a different order, a model with many layers would use up all of the 500 values allowed.
+    In any other order, a model with many layers would use up all of the 500 values allowed.
     """
     return islice(_reached(values), _MAX_VISITED)
 
@@ -241,7 +242,7 @@ def _reached(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _members(value: Any) -> Sequence[Any]:
-    """Return what an object refers to, without listing a container of millions of elements."""
+    """Return the objects that an object refers to, without listing a container with millions of elements."""
     for kind in (list, tuple):
         if issubclass(type(value), kind):
             return cast(Sequence[Any], kind.__getitem__(value, slice(_MAX_VISITED)))

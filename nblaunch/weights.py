@@ -1,6 +1,6 @@
 """A module's weights, as torch, its wrappers and other libraries represent them.
 
-The launcher, which collects trained weights, and the checkpoints of a training run both use this module. It has
+The launcher, which collects trained weights, and the checkpoints of a training run both use this module. It covers
 
     state dicts          their versions, and whether a module can load one; :func:`give_own_memory` prepares a module's
                          tensors so that values can be copied into them
@@ -39,7 +39,7 @@ _QUANTISED_MARKS = ("quant_state", "has_fp16_weights")  # attributes of bitsandb
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the module versions that torch stores with a state dict; None if there are none.
 
-    Modules read them when they load the state dict. A plain copy of the dict loses them.
+    Modules read them when they load the state dict. They are lost in a plain copy of the dict.
     """
     return getattr(state, "_metadata", None)
 
@@ -78,7 +78,7 @@ def shape_mismatches(
     Args:
         module: the module that will load ``saved``.
         current: state dict of the module.
-        saved: another state dict, of tensors or placeholders.
+        saved: another state dict, containing tensors or placeholders.
     """
     torch: Any = sys.modules["torch"]
     special = tuple(special_prefixes(module))
@@ -99,8 +99,8 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 def give_own_memory(module: Any) -> None:
     """Give each parameter and buffer whose elements share memory, for example after ``expand``, its own memory.
 
-    Neither the weights of rank 0 nor weights from a file can be copied into such a tensor. The object and its names
-    stay the same.
+    Neither rank 0's weights nor weights from a file can be copied into such a tensor. The object and its names stay the
+    same.
     """
     for tensor in [*module.parameters(), *module.buffers()]:
         if _overlaps(tensor):
@@ -122,7 +122,7 @@ def _overlaps(tensor: Any) -> bool:
 #     block = torch.compile(block)                  block._orig_mod.0.weight ──> block.0.weight
 #     block = DistributedDataParallel(block)        block.module.0.weight    ──> block.0.weight
 #
-# Files and other processes use the names without wrappers. States are therefore read from and loaded into
+# Files and other processes use the names without wrappers. States are therefore read from and loaded into the result of
 # :func:`without_wrappers_inside`, which has the same parameters under plain names.
 
 
@@ -311,7 +311,7 @@ def is_fsdp1_module(module: Any) -> bool:
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the position of a shard in the full tensor: its offset and its shape, each with one number per dimension.
-    The arithmetic is torch's own, which also handles shards of shards, as in FSDP2 over tensor parallelism.
+    The arithmetic is torch's own, which also handles shards of shards, as with FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
 
@@ -320,9 +320,9 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) -> dict[str, Any]:
-    """Return the weights of a module that this rank sends: its shards, and on the main rank also unsharded tensors.
+    """Return the part of a module's weights that this rank sends: its shards and, on the main rank, unsharded tensors.
 
-    No rank waits for another. If several ranks of a machine hold the same shard, one of them sends it.
+    No rank waits for another. If several ranks on a machine hold the same shard, one of them sends it.
 
     Args:
         state: a state dict of the parameters themselves (``keep_vars=True``); DeepSpeed attaches its shards to
@@ -358,8 +358,8 @@ def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
     """Return whether no lower rank on this machine holds the same shard.
 
     A lower rank that holds it comes earlier in the shard's mesh, or belongs to another mesh of the same shape: with
-    tensor parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank
-    counts as the first.
+    tensor parallelism, some tensors are sharded separately in each replica. The mesh that contains the machine's first
+    rank counts as the first.
     """
     mesh = shard.device_mesh
     at = tuple(
@@ -375,18 +375,18 @@ def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
 _NUM_SAMPLED = 16  # parameters
 _NUM_ELEMENTS = 4096  # of each parameter
 _READABLE = ("cpu", "cuda", "xpu", "mps")
-"""Devices whose tensors can be read at any time. Reading a tensor of torch_xla would compile another graph."""
+"""Devices whose tensors can be read at any time. Reading a torch_xla tensor would compile another graph."""
 
 
 def trained_samples(module: Any) -> list[float]:
-    """Return sums over a part of some trainable parameters, which differ once the module has been trained.
+    """Return sums over parts of some trainable parameters; these sums differ once the module has been trained.
 
-    They do not depend on the device. Parameters in shards are left out, because reading one is a collective.
+    They do not depend on the device. Sharded parameters are left out, because reading one is a collective.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     sums = []
     for parameter in parameters[:: max(1, len(parameters) // _NUM_SAMPLED)]:
-        with suppress(Exception):  # for example, it is not initialised yet
+        with suppress(Exception):  # for example, if it is not initialised yet
             if parameter.device.type in _READABLE and not is_sharded(parameter):
                 part = parameter.detach().reshape(-1)[:_NUM_ELEMENTS].double().cpu()
                 sums.append(part.abs().sum().item() + part.sum().item() / 3)

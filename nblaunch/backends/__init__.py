@@ -4,12 +4,12 @@ base.py            Backend: the interface of a device family, and how to add one
 cpu.py             CPU cores, gloo
 gpu.py             GPUs of NVIDIA (NCCL), AMD (RCCL) and Intel (XCCL): one process per GPU, driven by a torch module;
                    explains errors
-mps.py             the GPU of a Mac, one process
+mps.py             a Mac's GPU, for one process
 xla.py             TPUs, or the CPU as a stand-in
 xla_runtime.py     torch_xla: its import, its SPMD mode, and its world in a worker
 torch_tpu.py       TPUs through TorchTPU
 compile_watch.py   which step of a loop made a lazy device compile
-first_use.py       whether forked workers could use the device, and which line of this process used it first
+first_use.py       whether forked workers could use the device, and which line of code in this process used it first
 process_group.py   torch's default process group: joining, leaving and forgetting it; groups that code forms without a
                    launcher
 

@@ -6,8 +6,8 @@ the kernel makes forks impossible. The *worker's half* runs in the process that 
 
 Methods with an empty body are steps that only some devices need.
 
-To add a device family, add a module with an instance to this folder. Outside nblaunch it is a subclass of
-:class:`Backend` in a cell or a module; register an instance before the launch::
+To add a device family, add a module with an instance to this folder. Outside nblaunch, define a subclass of
+:class:`Backend` in a cell or a module, and register an instance before the launch::
 
     from nblaunch import backends
 
@@ -18,8 +18,9 @@ To add a device family, add a module with an instance to this folder. Outside nb
     backends.register(Npu())
     notebook_launcher(train)      # chosen if its affinity() is the highest, or by backend="npu"
 
-Forked workers inherit the registered backend; fresh interpreters get it pickled. A script that another launcher starts
-(torchrun) registers it itself. Code outside this folder uses this interface and does not name device families.
+Forked workers inherit the registered backend; fresh interpreters receive a pickled copy. A script that another launcher
+(torchrun) starts must register the backend itself. Code outside this folder uses this interface and does not name
+device families.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Backend(ABC):
     """The torch.distributed backend that its workers use, such as "gloo" or "nccl"."""
 
     distributed_type = "MULTI_CPU"
-    """``accelerator.distributed_type`` of a job with several processes: a member of ``DistributedType``."""
+    """``accelerator.distributed_type`` in a job with several processes: a member of ``DistributedType``."""
 
     reporters = Reporters()
     """How this process's device reports to the launcher; without a launcher, reports are dropped."""
@@ -102,13 +103,13 @@ class Backend(ABC):
     """The hardware, such as "tpu"; families that drive the same hardware are alternatives."""
 
     compilers: tuple[str, ...] = ("inductor",)
-    """The compilers that ``torch.compile`` can use for it, the default first."""
+    """The compilers that ``torch.compile`` can use for this family, starting with the default."""
 
     is_lazy = False
     """Whether values exist only after :meth:`step_boundary`, so that an earlier read costs an extra execution."""
 
     prefetches_to_device = False
-    """Whether loaders move a batch to the device while it computes on the previous one."""
+    """Whether loaders move a batch to the device while the device is still computing on the previous batch."""
 
     needs_static_shapes = False
     """Whether every new batch shape triggers a compilation; if so, the last batch of an epoch is padded."""
@@ -117,7 +118,7 @@ class Backend(ABC):
     """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does so in backward."""
 
     exchanges_on_host = False
-    """Whether ranks use gloo, if the group also has it, to exchange all tensors on the device except gradients."""
+    """Whether ranks exchange all device tensors except gradients through gloo, if the group also has it."""
 
     num_own_collectives = 0
     """Number of collectives that this process has started on its device outside torch's process groups."""
@@ -150,7 +151,7 @@ class Backend(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Return the number of devices of this host, which is the default number of workers."""
+        """Return the number of devices on this host, which is the default number of workers."""
 
     def is_present(self) -> bool:
         """Return whether this host has such devices, even if this process can't use them."""
@@ -171,7 +172,7 @@ class Backend(ABC):
     def clean_start_reason(self) -> str | None:
         """Return why workers should start from a clean process by default although a fork is possible.
 
-        The reason is a clause. None: workers are forked from this process.
+        The reason is a clause. None means that workers are forked from this process.
         """
         return None
 
@@ -180,15 +181,15 @@ class Backend(ABC):
         return None
 
     def launch_problem(self) -> str | None:
-        """Return why no worker can use the devices now, however it starts, and what to do; None if they can."""
+        """Return why workers can't use the devices now, however they start, and what to do; None if they can."""
         return None
 
     def count_problem(self, num_processes: int) -> str | None:
-        """Return why this number of workers can't start although there are enough devices; None if it can."""
+        """Return why this number of workers can't start although there are enough devices; None if they can."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
-        """Return where this process first used the device: (file name, line, function), innermost first; else empty."""
+        """Return where the device was first used: (file name, line, function), innermost first; empty if unknown."""
         return ()
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
@@ -217,7 +218,7 @@ class Backend(ABC):
         """
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables that workers need in addition to ``Topology.to_env()``; None removes one.
+        """Return the environment variables that workers need besides ``Topology.to_env()``; None removes a variable.
 
         Subclasses add variables that their devices need.
         """
@@ -243,10 +244,10 @@ class Backend(ABC):
 
     @abstractmethod
     def precision_problem(self, precision: str) -> str | None:
-        """Return None if this device can use ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, or else why it can't."""
+        """Return why this device can't use ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; None if it can."""
 
     def computes_in_full(self, precision: str) -> bool:
-        """Return whether full precision replaces a precision that this device does not support."""
+        """Return whether this device falls back to full precision if it does not support ``precision``."""
         return False
 
     def check_precision(self, precision: str) -> None:
@@ -256,11 +257,13 @@ class Backend(ABC):
             raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
-        """Join the job's default process group unless it is already a member. A job without an address has no group."""
+        """Join the job's default process group unless this process is already in it. A job without an address has no
+        group.
+        """
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:
-        """Let this process drive all devices of the host as one device; call it before the first use of the device.
+        """Let this process drive all devices of the host as one device; call this before the first use of the device.
 
         Raises:
             ValueError: the device has no such mode.
@@ -311,7 +314,7 @@ class Backend(ABC):
         """Restore the state that :meth:`rng_state` returned."""
 
     def downcast_to_bf16(self) -> None:
-        """Let ``mixed_precision="bf16"`` store doubles as fp32; call it before the first use of the device.
+        """Let ``mixed_precision="bf16"`` store doubles as fp32; call this before the first use of the device.
 
         Raises:
             ValueError: the device has no such mode.
@@ -333,7 +336,7 @@ class Backend(ABC):
         module.to(device)
 
     def device_memory(self) -> tuple[int, int, int] | None:
-        """Return device memory in bytes: in use by this process, peak, and total of the device; None if unknown."""
+        """Return device memory in bytes: used by this process, its peak, and the device's total; None if unknown."""
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
@@ -344,13 +347,13 @@ class Backend(ABC):
         """Return cached device memory to the system."""
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks before an optimizer step. Called if :attr:`reduces_gradients_at_step`."""
+        """Average gradients across ranks before an optimizer step. Called if :attr:`reduces_gradients_at_step`."""
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
+        """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called for every step."""
 
     def end_step(self) -> None:
-        """Handle the end of the last step. Called if :attr:`is_lazy`, before the next step begins."""
+        """Handle the end of the previous step. Called if :attr:`is_lazy`, before the next step begins."""
 
     def end_loop(self) -> None:
         """Handle the end of a loader."""

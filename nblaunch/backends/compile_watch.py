@@ -1,8 +1,8 @@
 """Reports which step of a loop made a lazy device compile, and why.
 
-A lazy device compiles a step's graph in the first steps, and again whenever the graph changes: for another input shape,
-another branch, or a value that is read in the middle of the step. Each compilation takes seconds to minutes and looks
-like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
+A lazy device compiles a step's graph during the first steps, and again whenever the graph changes: because of another
+input shape, another branch, or a value that is read in the middle of the step. Each compilation takes seconds to
+minutes and looks like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
 
 A correct loop may need several graphs: for steps inside an accumulation window, for steps after the optimizer has
 created its state, and for the last batch. The module therefore reports later compilations only if there are many.
@@ -72,7 +72,7 @@ class CompileWatch:
         self._reported: set[str] = set()
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        """End the previous step and begin one of ``phase`` on ``batch``."""
+        """End the previous step and begin a step of ``phase`` on ``batch``."""
         self.end_step()
         self._before = self._read()
         shapes = describe(batch)
@@ -126,7 +126,7 @@ class CompileWatch:
             self._note_cause(
                 f"{phase} shape",
                 f"{phase} step {steps.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in "
-                f"{seconds:.1f} s: its batch is {shapes}, the others are {usual}. Every new shape costs a "
+                f"{seconds:.1f} s: its batch is {shapes}, but the others are {usual}. Every new shape costs a "
                 "compilation, so keep one batch size (even_batches=True, or drop_last=True) and pad sequences to a "
                 "few fixed lengths",
             )
@@ -135,8 +135,8 @@ class CompileWatch:
             if steps.num_late_steps == _CHANGING_STEPS:
                 self._reporters.note(
                     f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although the batch shape did not "
-                    f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps, such "
-                    "as another model, a Python number in a computation, or a branch",
+                    f"change (the last took {seconds:.1f} s): something else in the loop changes between steps, for "
+                    "example the model, a Python number in a computation, or a branch",
                 )
 
     def _check_reads(self, steps: _Phase, num_scalars: int) -> None:

@@ -29,7 +29,7 @@ class CpuBackend(Backend):
     is_oversubscribable = True
 
     def affinity(self) -> int:
-        return 2  # 1 is for families that only compute on the CPU at the user's request
+        return 2  # 1 is for families that compute on the CPU only at the user's request
 
     def unavailable_reason(self) -> str:
         raise AssertionError("a CPU is always available")
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
         return usable_cores()
 
     def fork_hazard(self) -> str | None:
-        # Accelerate looks for torch_xla when it is imported, and only then.
+        # Accelerate looks for torch_xla when Accelerate itself is imported, and only then.
         if getattr(sys.modules.get("accelerate.utils.imports"), "_torch_xla_available", False):
             return "Hugging Face Accelerate was imported in this process and uses torch_xla as its device"
         runtime = first_use.gpu_in_use()
@@ -67,7 +67,7 @@ class CpuBackend(Backend):
 
     def precision_problem(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "fp16 needs a GPU, and the CPU computes in full precision; mixed_precision='bf16' works on CPUs"
+            return "fp16 needs a GPU, so the CPU computes in full precision; mixed_precision='bf16' works on CPUs"
         if precision == "fp8":
             return NO_FP8
         return None
@@ -90,7 +90,7 @@ def _own_quota() -> float | None:
 
 
 def cpu_quota(folders: Iterable[Path]) -> float | None:
-    """Return the CPU quota in cores of the tightest control group among ``folders``; None if there is none.
+    """Return the CPU quota, in cores, of the tightest control group among ``folders``; None if there is none.
 
     Source: Linux's documentation, admin-guide/cgroup-v2 ("cpu.max") and scheduler/sched-bwc ("cpu.cfs_quota_us").
     """

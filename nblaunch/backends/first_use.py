@@ -1,4 +1,4 @@
-"""Finds the line of this process that first used the device, and whether forked workers could use the device.
+"""Finds out which line of code in this process first used the device, and whether forked workers could use it.
 
 Backends implement ``fork_hazard()`` and ``first_use()`` with this module. ``launcher/plan.py`` finds other hazards,
 such as threads, and decides how workers start.
@@ -10,7 +10,7 @@ such as threads, and decides how workers start.
     gpu_in_use                which GPUs make forked workers fail even if they compute on the CPU
     is_xla_initialised        whether the XLA runtime is running
     xla_backward_hazard       why forked workers could not run a backward pass on an XLA device
-    fork_failure              tries a backward pass in a throw-away fork
+    fork_failure              tries a backward pass in a throwaway fork
 
 A process can start to use CUDA in four ways. torch can initialise it. torch can merely query the driver
 (``is_available()`` without NVML), which also makes forks unusable. A ``backward()`` on the CPU can initialise it,
@@ -19,7 +19,7 @@ because it starts a thread for each GPU. Or other code can do so, such as anothe
 CUDA does (driver 580), and torch, DeepSpeed and torchao ask NVML when they count GPUs. nblaunch therefore asks the
 driver whether CUDA is initialised.
 
-On a machine with accelerators, the first ``backward`` of a process starts one engine thread per device. A fork copies
+On a machine with accelerators, the first ``backward`` in a process starts one engine thread per device. A fork copies
 the engine's tables but not its threads, and torch then rejects every ``backward`` in the child. No torch flag reports
 that, and it can't be undone, so nblaunch tries a backward pass in a throwaway child process. Source:
 torch/csrc/autograd/engine.cpp (``in_bad_autograd_fork``, ``forked_autograd_child``).
@@ -66,7 +66,7 @@ _GOOD = b"+"
 
 
 class GpuRuntime(NamedTuple):
-    """A GPU runtime, and how to find out whether a process uses it.
+    """A GPU runtime, and how to find out whether a process is using it.
 
     Args:
         name: "CUDA".
@@ -132,7 +132,7 @@ def watch() -> None:
 def watch_torch(device_module: Any) -> None:
     """Record where a GPU is first initialised, even if ``torch.cuda`` or ``torch.xpu`` was imported long before.
 
-    torch runs its queue of calls in the thread that initialises the GPU, so the stack shows the line that caused it.
+    torch runs its queue of calls in the thread that initialises the GPU, so the stack shows the line that did so.
     """
     enqueue = getattr(device_module, "_lazy_call", None)
     if enqueue is not None and not device_module.is_initialized():
@@ -140,7 +140,7 @@ def watch_torch(device_module: Any) -> None:
 
 
 def gpu_first_use() -> tuple[tuple[str, int, str], ...]:
-    """Return the stack that initialised a GPU: (file name, line, function), innermost first; empty if not recorded."""
+    """Return the stack when a GPU was initialised: (file name, line, function), innermost first; empty if unknown."""
     return _first_use
 
 
@@ -166,7 +166,7 @@ def gpu_in_use() -> str | None:
 
 
 def _is_in_use(runtime: GpuRuntime) -> bool:
-    """Return whether this process uses GPUs, or is itself a fork of one that does."""
+    """Return whether this process uses GPUs or was forked from a process that does."""
     module = _module_of_torch(runtime)
     return runtime.is_in_use() or (module is not None and module._is_in_bad_fork())
 
@@ -198,9 +198,9 @@ def _try_torch(runtime: GpuRuntime) -> None:
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-    # The GPUs are hidden because, if no backward pass ran before the fork, the backward pass of this child would
-    # initialise the driver with all GPUs, which takes a second or more at each launch on large machines. If a backward
-    # pass did run before the fork, the one in this child fails even without any GPU.
+    # The GPUs are hidden because, if no backward pass ran before the fork, the backward pass in this child would
+    # initialise the driver with all GPUs, which takes a second or more on each launch on large machines. If a backward
+    # pass did run before the fork, the backward pass in this child fails even without any GPU.
     env.apply(runtime.hiding)
     small_backward()
 
@@ -221,7 +221,7 @@ _default_of_torch_xla = ""
 
 
 def _keep_default(was_set: bool) -> None:
-    """Record the value that importing torch_xla gave PJRT_DEVICE, if the variable was not set before."""
+    """Record the value that torch_xla gave PJRT_DEVICE on import, if the variable was not set before."""
     global _default_of_torch_xla
     _default_of_torch_xla = "" if was_set else env.read("PJRT_DEVICE") or ""
 
@@ -252,7 +252,7 @@ def xla_first_use() -> str:
 
 
 def first_match(cells: Sequence[str]) -> str:
-    """Return ``" (probably in cell 3, line 2: `...`)"`` for the first line that starts the runtime; else empty.
+    """Return ``" (probably in cell 3, line 2: `...`)"`` for the first line that starts the runtime; empty if not found.
 
     Functions, lambdas and methods don't count, because they probably run in the workers.
     """
@@ -298,8 +298,8 @@ def keep_torch_tpu_away() -> None:
 
     With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU acquire the chips of a TPU host;
     on other hosts, the import wastes 300 MB and several seconds. Once torch is imported, the variable gets its old
-    value back, so that programs that cells start are not affected. A value of 1 is not the user's choice: torch_tpu
-    sets it in a process that imports it, and child processes inherit it.
+    value back, so that programs started from cells are not affected. A value of 1 is not the user's choice: torch_tpu
+    sets this value in a process that imports the package, and child processes inherit it.
     """
     before = env.read(AUTOLOAD)
     if "torch" not in sys.modules and before in (None, "1") and packages.is_installed("torch_tpu"):
@@ -336,15 +336,15 @@ def _reply(reader: int, timeout_s: float) -> str | None:
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):
-        return f"backward() did not end within {timeout_s:g} s in a forked process"
+        return f"backward() did not finish within {timeout_s:g} s in a forked process"
     message = os.read(reader, 65536)
     if message == _GOOD:
         return None
-    return message.decode(errors="replace") or "a forked process dies in backward()"
+    return message.decode(errors="replace") or "a forked process died in backward()"
 
 
 def _run_probe(attempt: Callable[[], None], writer: int) -> None:
-    """Run ``attempt`` in the child, write the reply, and end the child without the parent's exit handlers."""
+    """Run ``attempt`` in the child, write the reply, and end the child without running the parent's exit handlers."""
     try:
         warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()

@@ -93,10 +93,10 @@ class GpuBackend(Backend):
         import torch
 
         gpu = self._torch_module()
-        # Otherwise torch would ask the driver's library for the number of GPUs, which is slow to start and counts whole
-        # GPUs if CUDA shows one MIG instance.
+        # Without this call, torch would ask the driver's library for the number of GPUs, which is slow to start and
+        # counts whole GPUs if CUDA shows one MIG instance.
         gpu.init()
-        # If there are more workers than GPUs, they are assigned to GPUs in turn, for tests on small machines.
+        # If there are more workers than GPUs, the workers are assigned round-robin, for tests on small machines.
         device = torch.device(self.device_type, topology.local_rank % max(1, gpu.device_count()))
         gpu.set_device(device)
         return device
@@ -104,7 +104,7 @@ class GpuBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
-        # torch advises init_process_group(device_id=...), which users can't pass here; the device is already set.
+        # torch advises init_process_group(device_id=...), which users can't call here; the device is already set.
         warnings.filterwarnings("ignore", _ADVICE_ON_DEVICE, UserWarning)
         # NCCL rejects two ranks on one GPU, or on instances of one GPU; gloo accepts them.
         count = self._torch_module().device_count()
@@ -117,8 +117,8 @@ class GpuBackend(Backend):
     def precision_problem(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        # The launcher asks before it forks, and torch would create a context to answer. Workers check the precision
-        # themselves.
+        # The launcher calls this before it forks, and torch would create a context to answer. Workers check the
+        # precision themselves.
         gpu = self._torch_module() if "torch" in sys.modules else None
         if precision != "bf16" or gpu is None or not gpu.is_initialized():
             return None
@@ -193,7 +193,7 @@ def explain(error: BaseException) -> tuple[str, ...]:
 
 
 class Fault(NamedTuple):
-    """A kind of error: the pattern of its message (a regular expression), its meaning, and what to try."""
+    """A kind of error: a pattern for its message (a regular expression), its meaning, and what to try."""
 
     pattern: str
     meaning: str
@@ -213,7 +213,7 @@ FAULTS = (
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
         "An operation on the GPU accessed memory outside its tensors. The bug is in the operation itself, which is "
         "usually compiled or hand-written.",
-        "without torch.compile, and without libraries that bring their own operations, for example for attention "
+        "a run without torch.compile and without libraries that bring their own operations, for example for attention "
         f"or quantisation. {_LATER}",
     ),
     Fault(
@@ -238,7 +238,7 @@ FAULTS = (
     ),
     Fault(
         r"Duplicate GPU detected",
-        "Two ranks compute on the same GPU, which NCCL rejects.",
+        "Two ranks are using the same GPU, which NCCL rejects.",
         "accelerator.device, or torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before CUDA is used, instead of "
         "'cuda' or 'cuda:0'; at most one rank per GPU, or init_process_group('gloo')",
     ),
@@ -253,7 +253,7 @@ FAULTS = (
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error``, torch's own or a library's with such a message, reports that GPU memory ran out."""
+    """Return whether ``error``, which torch or a library has raised, reports that GPU memory ran out."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
@@ -294,7 +294,7 @@ class CudaBackend(GpuBackend):
             if value is None:
                 return (
                     "MIG is enabled on the GPUs, but there are no instances: `nvidia-smi mig -lgip` lists the "
-                    "profiles, `nvidia-smi mig -cgi PROFILE -C` creates an instance"
+                    "profiles, and `nvidia-smi mig -cgi PROFILE -C` creates an instance"
                 )
             return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
         return self.build_problem() or ""

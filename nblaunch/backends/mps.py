@@ -1,4 +1,4 @@
-"""The GPU of a Mac with Apple silicon: torch's device ``mps``, through Metal. One process; ranks can't share it.
+"""The GPU of a Mac with Apple silicon: torch's device ``mps``, through Metal, for one process. Ranks can't share it.
 
 The worker is a fresh interpreter (spawn), like every worker on macOS: Metal and other system libraries do not work in
 a fork of a process that has used them. This code has not run on a Mac yet.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class MpsBackend(Backend):
-    """One process on the GPU of a Mac."""
+    """One process on a Mac's GPU."""
 
     name = "mps"
     title = "Apple GPU"
     device_noun = "Apple GPU"
-    dist_backend = "gloo"  # for a single rank; torch has no collectives between several
+    dist_backend = "gloo"  # for a single rank; torch has no collectives across ranks here
     is_oversubscribable = False
     exchanges_on_host = True
 
@@ -38,8 +38,10 @@ class MpsBackend(Backend):
         import torch
 
         if not torch.backends.mps.is_built():
-            return "the installed torch was built without MPS; `pip install torch` gets a build with it"
-        return "torch finds no Metal device; it needs macOS 14, and a virtual machine may have none"
+            return "the installed torch was built without MPS; `pip install torch` installs a build with MPS"
+        return (
+            "torch finds no Metal device; torch needs macOS 14, and a virtual machine may lack a Metal device"
+        )
 
     def device_count(self) -> int:
         if not self.is_present():
@@ -58,7 +60,7 @@ class MpsBackend(Backend):
 
         if torch.mps.current_allocated_memory() == 0:
             return None
-        return "this process has tensors on the GPU, and Metal can't be used in a forked copy of it"
+        return "this process has tensors on the GPU, and Metal can't be used in a fork of this process"
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Fall back to the CPU for operations that Metal lacks, as Accelerate does.
@@ -72,7 +74,7 @@ class MpsBackend(Backend):
     def precision_problem(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # for gradient scaling; for autocast
+        needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # fp16 for gradient scaling, bf16 for autocast
         torch: Any = sys.modules.get("torch")
         if needed is None or torch is None or release(torch.__version__)[:2] >= release(needed):
             return None

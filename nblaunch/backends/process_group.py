@@ -389,7 +389,7 @@ _ENDED_CHILD = ("ProcessRaisedException", "ProcessExitedException")
 
 
 def adapt_groups(topology: Topology) -> None:
-    """Make ways to form process groups without a launcher work in a worker, or raise an error."""
+    """In a worker, make the ways to form process groups without a launcher work or raise an error."""
     _reject_launchers(topology)
     _let_ranks_meet_elsewhere(topology)
     _let_spawned_ranks_meet(topology)
@@ -399,7 +399,7 @@ def _reject_launchers(topology: Topology) -> None:
     """Make Lightning's multi-process launchers raise an error in this worker, if the job has several ranks.
 
     Otherwise, each of N ranks would start N processes, which would all join with this rank's address and
-    number. They would disturb each other and report only failed connections.
+    number. They would interfere with each other and report only failed connections.
     """
     if topology.world_size == 1:
         return
@@ -439,11 +439,11 @@ def _let_ranks_meet_elsewhere(topology: Topology) -> None:
 
 
 def _let_spawned_ranks_meet(topology: Topology) -> None:
-    """Let processes of ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
+    """Let processes from ``torch.multiprocessing.spawn`` host their own store, as they do under plain Python.
 
     Because of torchrun's variables, they would wait for the launcher's store at whatever address they choose.
-    If the job has several ranks, the ranks' groups need the same port, which raises an error. A single rank
-    gives its processes a free port instead.
+    If the job has several ranks, their groups need the same port, and this raises an error. A single rank gives its
+    processes a free port instead.
     """
 
     def watch(module: Any) -> None:

@@ -5,15 +5,16 @@
     worker        one chip, which is ``tpu:0`` in each; process group ``cpu:gloo,tpu:tpu_dist``
 
 Operations run when they are called (there is no ``mark_step``), DDP averages gradients on the chips, and
-``torch.autocast`` supports bf16. All other exchanges between ranks go through host memory and gloo, and compile
-nothing. nblaunch uses torch's device-independent functions, because nearly every function of ``torch.tpu`` rejects
-callers outside torch.
+``torch.autocast`` supports bf16. All other exchanges between ranks go through host memory and gloo, so nothing is
+compiled for them. nblaunch uses torch's device-independent functions, because nearly every function of ``torch.tpu``
+rejects callers outside torch.
 
 With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips completed every step up to libtpu's
 search for its chip. The steps after that have not run yet.
 
-Sources of the variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which
-never replaces a variable) and ``torch_tpu/_internal/utils/hardware.py``; ``tests/torch_tpu`` compares them.
+Sources for the variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which
+never replaces a variable) and ``torch_tpu/_internal/utils/hardware.py``; ``tests/torch_tpu`` compares the meshes with
+torch_tpu's own.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ MESHES: Mapping[str, Mapping[int, str]] = {
 """Kind of chip -> number of workers -> the mesh of their chips."""
 
 _BASE_PORT = 8476
-# Workers must not inherit these: the first would override the worker's own chip, and the second would reject local
-# ranks.
+# Workers must not inherit these: the first would override the worker's own chip, and with the second, local ranks would
+# be rejected.
 _LEFT_BEHIND = ("TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "NNODES")
 
 
@@ -125,15 +126,15 @@ class TorchTpuBackend(Backend):
     def fork_hazard(self) -> str | None:
         if "torch_tpu" in sys.modules and not self._is_preloaded:
             return (
-                "torch_tpu is imported in this process, so a seed or a backward() may have started the TPU "
+                "torch_tpu is imported in this process, so torch.manual_seed or backward() may have started the TPU "
                 "runtime, which does not work in a forked process"
             )
         return None
 
     def clean_start_reason(self) -> str | None:
         return (
-            "a clean process imports torch_tpu for all workers: if the kernel imported it, a seed or a backward() "
-            "would take the TPU chips"
+            "a clean process imports torch_tpu for all workers: if the kernel imported it, "
+            "torch.manual_seed or backward() would take the TPU chips"
         )
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ class TorchTpuBackend(Backend):
             return ()
         return (
             "torch_tpu is imported in this kernel, because torch was imported before nblaunch, or because a cell "
-            "imports it. The next torch.manual_seed or backward() here takes the TPU chips until the kernel is "
+            "imported it. The next torch.manual_seed or backward() here will take the TPU chips until the kernel is "
             "restarted. Import nblaunch before torch, and do not import torch_tpu in a cell",
         )
 
@@ -163,7 +164,7 @@ class TorchTpuBackend(Backend):
             "TPU_VISIBLE_DEVICES": local_rank,
             "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
             "TORCH_TPU_TOPOLOGY": self._meshes().get(count),
-            "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # equal in all workers
+            "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # the same in all workers
         }
         num_chips = self.device_count()
         if num_chips:

@@ -6,12 +6,12 @@
     a step      forward, backward, reduce_gradients, optimizer, step_boundary: one graph on a TPU
 
 On a TPU, ranks exchange gradients with XLA's all-reduce. Everything else that ranks exchange (gather, broadcast,
-objects, barriers) goes through host memory and gloo, which numbers the ranks as the runtime does, so no graph is
-compiled for it. PJRT on the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers
-above this file are the same.
+objects, barriers) goes through host memory and gloo, so no graph is compiled for it. Gloo numbers the ranks as the
+runtime does. PJRT on the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers
+above this file are the same in both cases.
 
-Two modes change this scheme. With SPMD, one process drives all devices of a host, and the compiler shards batches, and
-weights on request, over them. With ``downcast_bf16``, the device stores wider numbers as bfloat16, which replaces
+Two modes change this scheme. With SPMD, one process drives all devices of a host, and the compiler shards batches (and,
+on request, weights) across them. With ``downcast_bf16``, the device stores wider numbers as bfloat16, which replaces
 autocast.
 
 Related modules are ``xla_runtime.py`` (torch_xla), ``compile_watch.py`` (what compiles and why), ``first_use.py``
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # "Ran out of memory in memory space hbm. Used 17.93G of 15.48G hbm", from the compiler or the runtime.
 _OUT_OF_HBM = re.compile("RESOURCE_EXHAUSTED|memory space hbm")
-_THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
+_THIRD_IN_BF16 = 0.333984375  # with an 8-bit significand
 
 
 class XlaBackend(Backend):
@@ -104,7 +104,7 @@ class XlaBackend(Backend):
             return None
         if is_installed("torch_xla") or is_installed("torch_tpu"):
             return None  # torch_tpu reports the more useful reason
-        return f"{chips} TPU chips exist, but can't be used: {self.unavailable_reason()}"
+        return f"this host has {chips} TPU chips, but they can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
         return xla_runtime.num_chips() if xla_runtime.kind() == "TPU" else usable_cores()
@@ -129,7 +129,7 @@ class XlaBackend(Backend):
         count, kinds = xla_runtime.num_chips(), tpu.chips()
         if tpu.has_two_cores(kinds):
             return (
-                "TPU v2 and v3 chips have two cores each, and a worker drives one core. With strategy='spmd', one "
+                "TPU v2 and v3 chips have two cores each, but a worker drives one core. With strategy='spmd', one "
                 "process drives all cores"
             )
         if "v7x" in kinds and num_processes > 1 and not xla_runtime.tpu_slice().has_server:
@@ -141,8 +141,8 @@ class XlaBackend(Backend):
             return None
         if not tpu.can_drive(count, count, "v7x" in kinds):
             return (
-                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}), so the only valid value is 1. With "
-                "strategy='spmd', one process drives all chips"
+                f"the mesh of {count} chips of this kind ({', '.join(kinds)}) is unknown, so the only valid value "
+                f"is 1. With strategy='spmd', one process drives all chips"
             )
         return f"a TPU host runs one worker, or one per chip: valid values are 1 and {count}"
 
@@ -170,8 +170,8 @@ class XlaBackend(Backend):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        # The worker has no share of the chips, so the image's settings for chips remain in effect, as in a plain script
-        # on this host.
+        # The worker is not limited to a share of the chips, so the image's settings for chips remain in effect, as in a
+        # plain script on this host.
         image = env.snapshot()
         own_share = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | own_share
@@ -198,7 +198,7 @@ class XlaBackend(Backend):
     def _report_exchanged_copies(self, topology: Topology) -> None:
         if topology.rank == 0 and first_use.is_xla_initialised() and xla_runtime.has_exchanged_copies():
             self.reporters.note(
-                "a collective of torch.distributed got tensors on the XLA device for a gloo group, which exchanges "
+                "a torch.distributed collective was called with XLA tensors in a gloo group, which exchanges "
                 "copies and leaves the tensors unchanged. Pass tensor.cpu(), or use nblaunch's Accelerator"
             )
 
@@ -228,9 +228,9 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "CPU" or topology.world_size == 1:
             process_group.join("gloo", topology, timeout_s)
         elif topology.master_port and not dist.is_initialized():
-            # torch_xla's rendezvous gives the runtime its peers (if TORCHELASTIC_RUN_ID is set) and numbers ranks by
-            # devices, in the runtime's own order. Its process group, though, takes only XLA tensors and can't be
-            # combined with another one (torch 2.9). Gloo takes CPU tensors, and can be combined with other groups.
+            # torch_xla's rendezvous tells the runtime who its peers are (if TORCHELASTIC_RUN_ID is set) and numbers the
+            # ranks by device, in the runtime's own order. Its process group, though, takes only XLA tensors and can't
+            # be combined with another one (torch 2.9). Gloo takes CPU tensors, and can be combined with other groups.
             xla_runtime.part("distributed.xla_backend")
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
@@ -244,7 +244,7 @@ class XlaBackend(Backend):
         if not is_full or xla_runtime.kind() != "TPU":
             return ()
         return (
-            "The memory of the TPU chip (HBM) ran out, not the memory of the host.",
+            "The TPU chip ran out of memory (HBM); the host did not.",
             "Try a smaller batch with gradient_accumulation_steps; mixed_precision='bf16' or downcast_bf16; "
             "activation checkpointing; or FullyShardedDataParallelPlugin, which shards the model.",
         )
@@ -270,7 +270,7 @@ class XlaBackend(Backend):
             types = "float and double are bfloat16"
             if self._has_fp32_doubles:
                 variable, other = other, variable
-                types = "float is bfloat16, double is float32"
+                types = "float is bfloat16 and double is float32"
             # The runtime reads these variables once, when the process creates its first tensor. torch_xla 2.6
             # deprecated them without a replacement; the values computed below show whether they still work.
             env.apply({variable: "1", other: None})
@@ -284,7 +284,7 @@ class XlaBackend(Backend):
 
     def _report_precision(self, is_bf16: bool, types: str, variable: str) -> None:
         if is_bf16:
-            self.reporters.note(f"bf16: on the device {types} ({variable})")
+            self.reporters.note(f"bf16: on the device, {types} ({variable})")
             self.reporters.fact("precision", f"bf16: {types}")
         else:
             self.reporters.fact("precision", "bf16: autocast")
@@ -318,7 +318,7 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.step_boundary()  # all gradients in one graph: reading them one by one would compile a graph for each
+        self.step_boundary()  # all gradients in one graph: if read one by one, each would need its own graph
         process_group.average(parameters)
 
     def begin_step(self, phase: str, batch: Any) -> None:

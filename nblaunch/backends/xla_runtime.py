@@ -1,8 +1,8 @@
-"""The installed torch_xla: detects it, imports it when it is needed, and sets it up in a worker.
+"""Detects the installed torch_xla, imports it when it is needed, and sets it up in a worker.
 
     kind, num_chips, version_mismatch ...     do not import it
-    package, part                             import it; no other code of nblaunch does
-    counters, memory                          counters of its compiler; memory of the device
+    package, part                             import it; no other code in nblaunch does
+    counters, memory                          its compiler's counters; the device's memory
     use_spmd, shard, cut_batch                one process drives all devices of its host
     join_at_first_use, separate_stores ...    torch_xla's own world in a worker
 
@@ -42,7 +42,7 @@ def kind() -> str:
 
 
 def num_chips() -> int:
-    """Return the number of TPU chips of this host."""
+    """Return the number of TPU chips on this host."""
     if "torch_xla._internal.tpu" in sys.modules:
         count = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
     else:
@@ -65,7 +65,7 @@ def version_mismatch() -> str | None:
 
 
 def unknown_chips() -> str | None:
-    """Return what to do if torch_xla is too old for this host's chips, in which case the workers would end."""
+    """Return what to do if torch_xla is too old for this host's chips, in which case the workers would exit."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
@@ -166,7 +166,7 @@ _AXIS = "devices"
 
 
 def use_spmd() -> None:
-    """Make the runtime of this process drive all devices as one device.
+    """Make this process's runtime drive all devices as one device.
 
     Raises:
         RuntimeError: the runtime already drives one device.
@@ -202,7 +202,7 @@ def shard(tensor: torch.Tensor, dimension: int) -> None:
 def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
     """Give every device its rows of all tensors in ``batch``, if one process drives several devices.
 
-    If the number of devices does not divide a tensor evenly, each device holds all of it, and a note says so.
+    If a tensor can't be divided evenly among the devices, each device holds all of it, and a note says so.
     """
     count = num_spmd_devices()
     for tensor in tensors(batch) if count else ():
@@ -212,18 +212,18 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
             shard(tensor, 0)
         else:
             note(
-                f"a batch of {tensor.shape[0]} rows can't be divided among {count} devices, so each computes the "
+                f"a batch of {tensor.shape[0]} rows can't be divided among {count} devices, so each processes the "
                 f"whole batch. Choose a batch_size that is a multiple of {count}"
             )
 
 
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
-# This section is for functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes
-# only if it is initialised as its own launcher does it. Otherwise each worker is a world of one process:
-# xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU, this is always the case.
+# This section is for functions that use torch_xla without nblaunch's Accelerator. torch_xla knows about the other
+# processes only if it is initialised as its own launcher initialises it. Otherwise each worker is a world of one
+# process: xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU, this is always the case.
 
-# Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.
+# Functions in torch_xla's extension that torch_xla's Python code calls when it first needs a device or the world.
 _ENTRIES = (
     "_xla_get_default_device",
     "_xla_get_default_device_ordinal",
@@ -274,7 +274,7 @@ def reject_spawn(topology: Topology) -> None:
 def separate_stores(topology: Topology) -> None:
     """Give this worker its own keys in the store that ``init_method="xla://"`` connects to.
 
-    This is for worlds of one process. In the store, torch counts the ranks that arrive, and waits until all ranks of
+    This is for worlds of one process. In the store, torch counts the ranks that arrive, and waits until all ranks in
     the world have arrived. If several worlds share their keys, torch may count one rank too many and then wait until
     the timeout.
     """
@@ -298,8 +298,8 @@ def separate_stores(topology: Topology) -> None:
 
 
 def has_exchanged_copies() -> bool:
-    """Return whether a collective of torch.distributed ran on copies of XLA tensors and so left the tensors unchanged.
+    """Return whether a torch.distributed collective ran on copies of XLA tensors and so left the tensors unchanged.
 
-    torch has no kernel for such collectives on XLA tensors: it copies the arguments to the host, but not back.
+    torch does not implement such collectives for XLA tensors: it copies the arguments to the host, but not back.
     """
     return any(name.startswith("c10d::") for name in part("debug.metrics").counter_names())

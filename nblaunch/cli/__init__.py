@@ -1,11 +1,11 @@
 """The command line: ``nblaunch <command>`` or ``python -m nblaunch <command>``.
 
 :func:`main` calls the function that :data:`COMMANDS` names. The function adds a description and options to the
-command's parser. It also sets defaults of the parser: ``run``, which executes the command and returns the exit code,
+command's parser. It also sets defaults on the parser: ``run``, which executes the command and returns the exit code,
 and optionally ``explain_unknown``, which returns the message for unknown options.
 
-No module imports torch or other slow packages before ``run``. A usage error prints one line with the problem and
-advice, and exits with code 2.
+No module imports torch or other slow packages before ``run``. On a usage error, the program prints one line with the
+problem and advice, and exits with code 2.
 
     config.py            ``nblaunch config`` and its questions
       launch.py          ``nblaunch launch``
@@ -74,13 +74,13 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
 
 
 COMMANDS = {
-    "config": (".config:set_up", "ask a few questions and save the defaults of `nblaunch launch`"),
+    "config": (".config:set_up", "ask a few questions and save the defaults for `nblaunch launch`"),
     "launch": (".launch:set_up", "run a script on every device"),
     "jobs": (".jobs:set_up_jobs", "list detached jobs"),
     "attach": (".jobs:set_up_attach", "follow a detached job"),
     "logs": (".jobs:set_up_logs", "print the log of a detached job"),
     "stop": (".jobs:set_up_stop", "end a detached job"),
-    "env": (".environment:set_up", "report versions, devices and problems of this machine"),
+    "env": (".environment:set_up", "report versions, devices and problems on this machine"),
     "test": (".selfcheck:set_up", "check that training works on this machine's devices"),
     "estimate-memory": (".estimate:set_up", "estimate the memory that a model needs, by strategy"),
     "merge-weights": (".merge:set_up", "merge the shards of a model's checkpoint"),
@@ -142,7 +142,7 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # The process that reads the output has ended (`| head`); that is not an error.
+        # The process that reads the output, such as `| head`, has ended; that is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -179,7 +179,7 @@ def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
     """Return a parser with the options of ``commands``, and only the names and summaries of the other commands."""
     parser = Parser(
         prog="nblaunch",
-        description="Run PyTorch training on every device of one machine or several machines.",
+        description="Run PyTorch training on every device of one or more machines.",
         allow_abbrev=False,
     )
     # This file must not import the package above it.
@@ -202,8 +202,8 @@ _SHELLS = ("bash", "zsh", "tcsh")
 def set_up_completion(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Print a shell completion script for nblaunch's commands and options. Needs shtab (pip install shtab). For "
-        "bash: nblaunch completion bash > ~/.local/share/bash-completion/completions/nblaunch"
+        "Print a shell completion script for nblaunch's commands and options. This needs shtab (pip install shtab). "
+        "For bash: nblaunch completion bash > ~/.local/share/bash-completion/completions/nblaunch"
     )
     parser.set_defaults(run=_print_completion)
     parser.add_argument("shell", choices=_SHELLS)

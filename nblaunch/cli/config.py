@@ -1,8 +1,8 @@
-"""``nblaunch config``: asks questions; the answers become the defaults of later launches.
+"""``nblaunch config``: asks questions; the answers become the defaults for later launches.
 
 nblaunch config            ask questions and write the file
-nblaunch config default    write the default answers, with the precision of --mixed_precision
-nblaunch config update     rewrite a file with the setting names of this version
+nblaunch config default    write the default answers, with the precision from --mixed_precision
+nblaunch config update     rewrite a file with this version's setting names
 
 Each answer is a line of input, typed or piped: the number or first word of a choice, or a value.
 
@@ -11,7 +11,7 @@ Each answer is a line of input, typed or piped: the number or first word of a ch
       2) GPUs
     [1]: _
 
-Default answers depend on the devices of this machine, which are counted without being initialised.
+Default answers depend on this machine's devices, which are counted without being initialised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ACTIONS = ("default", "update")
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Ask a few questions and save the answers as the defaults of `nblaunch launch`. Answers can also come from "
+        "Ask a few questions and save the answers as the defaults for `nblaunch launch`. Answers can also come from "
         "a pipe, one per line; an empty line selects the default."
     )
     parser.set_defaults(run=run)
@@ -45,7 +45,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "action",
         nargs="?",
         choices=_ACTIONS,
-        help="default: save the defaults for this machine without asking; update: rewrite an existing file with "
+        help="default: save the defaults for this machine without asking; update: rewrite an existing file to use "
         "the setting names of this version",
     )
     parser.add_argument(
@@ -134,7 +134,7 @@ def _ask_and_write(path: Path) -> int:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:
-    resolve([Layer("the answers", values)])  # raises if these settings can't be launched
+    resolve([Layer("the answers", values)])  # raises if no job can be launched with these settings
     files.write(path, values)
     print(f"written to {path}; `nblaunch launch script.py` uses it{_how(path)}")
     return 0
@@ -192,7 +192,7 @@ class Asker:
             if not line:
                 first = question.partition("\n")[0]
                 raise UsageError(
-                    f"the input ended before this question, so nothing was saved: {first}{problem}"
+                    f"the input ended before an answer to this question, so nothing was saved: {first}{problem}"
                 )
             try:
                 return convert(_filled(line.strip(), default))
@@ -229,9 +229,7 @@ class Machine:
         return cls(usable, backends.choose("auto").name)
 
     def count(self, backend: str) -> int:
-        """Return the number of a backend's devices, or 1 if this machine has none, because the file may be for another
-        machine.
-        """
+        """Return the number of a backend's devices; 1 if it has none, because the file may be for another machine."""
         return max(1, self.num_devices.get(backend, 1))
 
 
@@ -374,7 +372,7 @@ def _strategies(answers: Answers, machine: Machine) -> Choices:
     choices = [("ddp", "ddp (each process has a copy of the model)")]
     family = _family(answers)
     if family.spmd_env() is not None:
-        choices.append(("spmd", "spmd (one process; the compiler splits batches over the chips)"))
+        choices.append(("spmd", "spmd (one process; the compiler splits batches across the chips)"))
     if not family.reduces_gradients_at_step:
         choices.append(("fsdp", "fsdp (FSDP2: parameters sharded across processes)"))
         choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
@@ -392,7 +390,7 @@ def _total(answers: Answers, machine: Machine) -> int:
 
 def _rendezvous_backends(answers: Answers, machine: Machine) -> Choices:
     """Return the rendezvous backends to choose from; a range of machines needs c10d."""
-    fixed = [("static", "static (a fixed set of machines, at machine 0)")]
+    fixed = [("static", "static (a fixed set of machines that meet at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
             ("c10d", "c10d (machines can join later or return)")]  # fmt: skip
 
@@ -408,7 +406,7 @@ QUESTIONS = (
              _rendezvous_backends),
     Question("main_process_ip", "Which address do the other machines use to reach machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
-    Question("main_process_port", "Which port of machine 0 does the rendezvous use?",
+    Question("main_process_port", "Which port on machine 0 does the rendezvous use?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
     Question("rdzv_endpoint", "What is the address of the rendezvous? (host:port)",
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", None),

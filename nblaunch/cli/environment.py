@@ -1,4 +1,4 @@
-"""``nblaunch env``: prints versions, devices, memory and possible problems of this machine, for bug reports.
+"""``nblaunch env``: prints versions, devices, memory and possible problems on this machine, for bug reports.
 
 The report describes a launch from a fresh kernel; ``%run -m nblaunch env`` in a cell describes a launch from that
 kernel. The command counts devices without initialising them, and starts nothing. It prints only the values of
@@ -42,7 +42,7 @@ Report = dict[str, dict[str, str]]
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Report versions, devices, memory, the start method of a launch from a fresh kernel, and problems of this "
+        "Report versions, devices, memory, the start method of a launch from a fresh kernel, and problems on this "
         "machine. The output is meant for bug reports and contains no secrets."
     )
     parser.set_defaults(run=run)
@@ -68,7 +68,7 @@ def collect() -> tuple[Report, list[str], list[str]]:
             plan = plan_launch(LaunchSpec(function=int))  # it is only planned
         except (ValueError, RuntimeError) as error:
             problem = f"a launch is not possible: {error}"
-    # Why the devices of a backend can't be used; None if they can.
+    # For each backend, why its devices can't be used; None if they can.
     backend_problems = {
         name: _problem(backend)
         for name, backend in backends.discover().items()
@@ -218,7 +218,7 @@ def _variables() -> dict[str, str]:
 def _launch_notes(plan: LaunchPlan) -> Iterator[str]:
     if plan.fallback:
         yield plan.fallback
-    # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
+    # Check only fp16, because whether a GPU supports bf16 is unknown without a CUDA context.
     problem = plan.backend.precision_problem("fp16")
     if problem is not None:
         how = "has no effect" if plan.backend.computes_in_full("fp16") else "can't be used"
@@ -236,7 +236,7 @@ def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
     facts = memory.read_facts()
     if 0 < facts.shm_size < _SMALL_SHM_BYTES:
         yield (
-            f"/dev/shm has only {formatting.size(facts.shm_size)} (the default of containers is 64 MB). Data "
+            f"/dev/shm has only {formatting.size(facts.shm_size)} (the default in containers is 64 MB). Data "
             "loader workers put batches there and are killed by SIGBUS when it is full. Start the container with "
             "--shm-size=8g, or use num_workers=0"
         )

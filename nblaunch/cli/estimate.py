@@ -23,8 +23,8 @@ process and the device's runtime are not counted, because they depend on the bat
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
 and figure 1, for the three stages; DeepSpeed's configuration reference for the sizes of its buffers
 (``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's documentation for
-DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, and is not the default),
-``fully_shard`` (gathers the root, the unit that computes, and the next unit) and ``torch.optim.Adam`` (``foreach``
+DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, but is not the default),
+``fully_shard`` (gathers the root, the unit that is computing, and the next unit) and ``torch.optim.Adam`` (``foreach``
 needs about as much memory as the parameters). ``tests/cli/test_estimate.py`` (single, ddp, fsdp2) and
 ``tests/xla/test_estimate.py`` compare the estimates with real training on CPU cores.
 """
@@ -101,9 +101,9 @@ class JobSettings:
     """Devices and settings of a job.
 
     Args:
-        num_devices: number of devices of the whole job.
-        precision: ``mixed_precision`` of training.
-        optimizer_states: values per parameter that the optimizer keeps.
+        num_devices: number of devices in the whole job.
+        precision: ``mixed_precision`` for training.
+        optimizer_states: number of values that the optimizer keeps per parameter.
         device: ``"gpu"``, ``"cpu"`` (devices are cores) or ``"tpu"``.
     """
 
@@ -214,7 +214,7 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
     """Count the parameters of the named model, or take the count from ``--parameters``; return the model's size.
 
     Raises:
-        UsageError: no model is given, or it can't be built.
+        UsageError: no model is given, or the model can't be built.
     """
     if (arguments.model is None) == (arguments.parameters is None):
         raise UsageError("give either a model (package.module:Class) or --parameters COUNT")
@@ -289,7 +289,7 @@ def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
         first_line = (str(error).splitlines() or [""])[0]
         advice = "Pass arguments with --set name=value"
         if "trust_remote_code" in str(error):
-            advice = "pass --trust_remote_code to run the model's own code"
+            advice = "Pass --trust_remote_code to run the model's own code"
         raise UsageError(
             f"{name} can't be built on the meta device: {type(error).__name__}: {first_line}. {advice}; "
             "--parameters COUNT works without a model"
@@ -381,7 +381,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--num-devices",
         type=int,
         default=8,
-        help="number of devices of the whole job; default: 8",
+        help="number of devices in the whole job; default: 8",
     )
     parser.add_argument(
         "--device",
@@ -395,11 +395,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
-        help="data types of weights in inference; default: float32 bfloat16 int8 int4",
+        help="data types of the weights for inference; default: float32 bfloat16 int8 int4",
     )  # fmt: skip
     parser.add_argument(
         "--strategies", nargs="+", choices=list(TRAINING), default=list(TRAINING), metavar="STRATEGY",
-        help=f"strategies among {', '.join(TRAINING)}; default: all",
+        help=f"strategies to include, from {', '.join(TRAINING)}; default: all",
     )  # fmt: skip
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="adam", help="default: adam")
     parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")

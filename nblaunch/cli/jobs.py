@@ -29,8 +29,8 @@ def set_up_jobs(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List your jobs that were launched with detach=True, newest last. The files of the last "
         "NBLAUNCH_KEEP_JOBS jobs are kept. The status `lost` means that the job's process was killed and its workers "
-        "ended with it; `waiting`, that the disk has no space for the return value; `damaged`, that files of the job "
-        "can't be read; `on NAME`, that the job runs on another machine that shares the folder."
+        "ended with it; `waiting`, that the disk has no space for the return value; `damaged`, that some of its files "
+        "can't be read; `on NAME`, that the job is running on another machine that shares the folder."
     )
     parser.set_defaults(run=_list)
 
@@ -55,7 +55,7 @@ def set_up_logs(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--follow",
         action="store_true",
-        help="print all attempts, and new output until the job ends; Ctrl-C leaves the job running",
+        help="print the output of all attempts, and new output until the job ends; Ctrl-C leaves the job running",
     )
     parser.set_defaults(run=_print_log)
 
@@ -135,7 +135,7 @@ def _follow(folder: JobFolder, dashboards: list[Dashboard]) -> JobFollower:
     """
     interrupts: list[float] = []
     # Interrupts are recorded, not raised, because Python could ignore a KeyboardInterrupt, for example in a finalizer,
-    # or raise it while the thread starts.
+    # or raise it while the thread is starting.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)
@@ -190,6 +190,8 @@ def _stop(arguments: argparse.Namespace) -> int:
     request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
     reply = endpoint.ask(request)
     if reply != TAKEN:
-        raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not reply'}")
+        raise UsageError(
+            f"{folder.id} did not accept the request: {reply or 'its process is not responding'}"
+        )
     print(f"request sent to {folder.id}; `nblaunch jobs` shows the job's status")
     return 0

@@ -1,7 +1,7 @@
 """``nblaunch launch script.py``: runs a script on every device, supervised like a launch from a notebook.
 
     options ──┐
-    file    ──┼──> settings ──> LaunchSpec ──> JobRunner, on several machines NodeRunner ──> exit code
+    file    ──┼──> settings ──> LaunchSpec ──> JobRunner (on several machines, NodeRunner) ──> exit code
     defaults ─┘
 
 Workers start with ``spawn``, unless ``--start_method`` or the configuration file says otherwise. The table of settings
@@ -122,7 +122,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
 
 
 def explain_unknown(options: Iterable[str]) -> str:
-    """Return one line that says for each option whether it is misspelt, or belongs to a feature that nblaunch lacks."""
+    """Return one line that says for each option whether it is misspelt or belongs to a feature that nblaunch lacks."""
     valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan", "timeline"}
     sentences = []
     for option in options:
@@ -140,11 +140,12 @@ def explain_unknown(options: Iterable[str]) -> str:
 
 
 _DESCRIPTION = """\
-Run a Python script on every device of this machine, one process per device, or on several machines. Options can be
-written with underscores or hyphens. Settings that you do not give come from the configuration file that `nblaunch
-config` writes, or are chosen automatically. Rank 0 reads standard input. What ranks print to stdout and stderr goes to
-stdout, in order; each line begins with the rank of its process. The exit code is 1 if the script raised an exception;
-otherwise it is the exit code of the rank that failed first."""
+Run a Python script on every device of this machine or of several machines, one process per device. Options can be
+written with underscores or hyphens. Settings that you omit come from the configuration file that `nblaunch config`
+writes, or are chosen automatically. Rank 0 reads standard input. What ranks print to stdout and stderr goes to stdout,
+in order; each line begins with the rank of its process. The exit code is 1 if the script raised an exception; otherwise
+it is the exit code of the rank that failed first.
+"""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +170,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *spellings("print_plan"),
         action="store_true",
-        help="show every setting and its source, and start nothing",
+        help="show every setting and its source without starting anything",
     )
     parser.add_argument(
         *spellings("timeline"),
@@ -261,7 +262,9 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raise UsageError if a module's package is neither in the working folder nor installed; import nothing."""
+    """Raise UsageError if a module's package is neither in the working folder nor installed, without importing
+    anything.
+    """
     outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())

@@ -1,6 +1,4 @@
-"""``nblaunch merge-weights``: merges the shards of a model in a checkpoint into files that can be read without
-nblaunch.
-"""
+"""``nblaunch merge-weights``: merges a checkpoint's model shards into files that can be read without nblaunch."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from nblaunch.errors import CheckpointError
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Merge the shards of an FSDP2 checkpoint into model.safetensors. The whole model must fit into the memory of "
-        "this machine; no device is needed."
+        "Merge the shards of an FSDP2 checkpoint into model.safetensors. The whole model must fit into this "
+        "machine's memory; no device is needed."
     )
     parser.set_defaults(run=run)
     parser.add_argument(

@@ -6,7 +6,7 @@ Ctrl-C again, if the cell
 does not stop ──kill──>           the kernel ends, and the workers with it
         <──output, updates──      output of cells; the table of processes as text
 
-On a terminal the table is redrawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
+On a terminal the table is redrawn in place, below printed lines. Elsewhere (in a file or a batch system's log), it is
 written at intervals, and once more when its cell has ended.
 """
 
@@ -29,7 +29,7 @@ from nblaunch import env
 from nblaunch.dashboard.text import LiveTable, moves_cursor, write
 
 _TABLE_PREFIX = "nblaunch-"
-"""Prefix of the display ids of dashboards."""
+"""Prefix of dashboards' display ids."""
 
 _INTERVAL_S = 30.0
 """Seconds between updates of a cell's tables if the output is not a terminal."""
@@ -58,7 +58,7 @@ class Screen:
         self._live = LiveTable(stream) if (moves_cursor(stream) if is_live is None else is_live) else None
         self._clock = clock
         self._tables: dict[str, str] = {}
-        self._started_line = ""  # incomplete line, held back while tables are below
+        self._started_line = ""  # incomplete line, held back while tables are shown below it
         self._is_mid_line = False
         self._written: dict[str, str] = {}
         self._next_s = 0.0
@@ -95,7 +95,7 @@ class Screen:
             self._next_s = self._clock() + _INTERVAL_S
 
     def end_cell(self) -> None:
-        """Write the final tables of the cell."""
+        """Write the cell's final tables."""
         if self._live is not None:
             # Include lines that did not fit on the terminal.
             self._live.clear()
@@ -143,7 +143,7 @@ class ShowingClient(NotebookClient):
     Args:
         notebook: executed in place.
         screen: receives output.
-        **options: further options of :class:`nbclient.NotebookClient`.
+        **options: further options for :class:`nbclient.NotebookClient`.
     """
 
     def __init__(self, notebook: Any, screen: Screen, **options: Any) -> None:

@@ -154,7 +154,7 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     notebook.cells = [cell for cell in notebook.cells if not _has_tag(cell, "injected-parameters")]
     positions = [index for index, cell in enumerate(notebook.cells) if _has_tag(cell, "parameters")]
     if not positions:
-        raise UsageError("--parameters: no cell of the notebook has the tag `parameters`")
+        raise UsageError("--parameters: no cell in the notebook has the tag `parameters`")
     parameters = _assigned(notebook.cells[positions[0]].source)
     unknown = [name for name in values if parameters is not None and name not in parameters]
     if unknown:

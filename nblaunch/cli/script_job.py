@@ -1,9 +1,9 @@
 """The job of ``nblaunch launch``: output, signals, failures and exit code in a terminal.
 
     SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
-    SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
+    SIGTERM, SIGHUP    termination with time for a checkpoint; see ``launcher/escalation.py``
     SIGUSR1, SIGUSR2   passed on to the ranks that handle them; batch systems send them before the time limit
-    exit code          0; 1 if the script raised an exception; the exit code of the rank whose process died;
+    exit code          0 on success; 1 if the script raised an exception; the exit code of the rank whose process died;
                        128 + N after signal N; 2 if nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.
@@ -53,7 +53,7 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     ]
     print("\n".join(formatting.columns([("setting", "value", "from"), *rows])))
     if spec.accelerator_arguments:
-        print("\nAccelerator() in the script uses, unless the script passes another value:")
+        print("\nUnless the script passes other values, its Accelerator() uses:")
         defaults = [(f"  {name}", _text(value)) for name, value in spec.accelerator_defaults.items()]
         print("\n".join(formatting.columns(defaults)))
     print()
@@ -62,11 +62,11 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     except UsageError as problem:
         print(f"not possible on this machine: {problem}")
     else:
-        machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
+        machines = f" (one of {resolved['num_machines']} machines)" if resolved["num_machines"] != 1 else ""
         print(
             f"on this machine{machines}: "
-            f"{formatting.count(plan.num_processes, f'{plan.backend.name} process')} of "
-            f"{formatting.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
+            f"{formatting.count(plan.num_processes, f'{plan.backend.name} process')} with "
+            f"{formatting.count(plan.num_threads, 'CPU thread')} per process, started by {plan.start_method}"
         )
         for text in filter(None, (plan.fallback, *plan.warnings)):
             print(f"note: {text}")
@@ -103,7 +103,7 @@ def launch_script(
     plan = _plan_of(spec, checks_port=True)
     preloader = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
-    # Print all lines of all ranks, because programs may read them.
+    # Print all lines from all ranks, because programs may read them.
     if resolved["dashboard"] == "none":
         shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False, notes_to_stderr=True))]
     else:
@@ -140,13 +140,13 @@ def _write_timeline(runner: JobRunner, path: Path) -> None:
             file=sys.stderr,
         )
     except (OSError, RuntimeError) as error:
-        print(f"nblaunch: no timeline in {path}: {error}", file=sys.stderr)
+        print(f"nblaunch: no timeline was written to {path}: {error}", file=sys.stderr)
 
 
 def spec_of_script(
     resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool
 ) -> LaunchSpec:
-    """Return the settings that launch a script, with ``spawn`` unless another start method is set.
+    """Return the settings for launching a script, with ``spawn`` unless another start method is set.
 
     Raises:
         UsageError: the settings contradict each other.
@@ -164,7 +164,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
     Args:
         spec: the launch.
-        checks_port: also check whether the port of the rendezvous is free.
+        checks_port: also check whether the rendezvous port is free.
 
     Raises:
         UsageError: the launch is not possible.
@@ -179,7 +179,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
 @final
 class _Failures(Dashboard):
-    """Keeps the failures of ranks, to print the traceback of the root cause."""
+    """Keeps the ranks' failures, so that the root cause's traceback can be printed."""
 
     def __init__(self) -> None:
         self._failed: dict[int, Failed] = {}
@@ -238,7 +238,7 @@ def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
         received.append(signum)
         runner.requests.terminate(grace_s)
 
-    # nohup ignores SIGHUP.
+    # A program started with nohup ignores SIGHUP.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in numbers}
     for number in (signal.SIGUSR1, signal.SIGUSR2):

@@ -33,7 +33,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "--backend", default="auto", help="device family; default: auto; `nblaunch env` lists them"
+        "--backend", default="auto", help="device family; default: auto; `nblaunch env` lists all families"
     )
     parser.add_argument("--cpu", action="store_true", help="same as --backend cpu")
     parser.add_argument(
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="nblaunch-test-") as log_dir:
         setup = jobs.Setup(
             replace(spec, num_processes=plan.num_processes, log_dir=log_dir),
-            # TPUs multiply fp32 in passes of bf16; other devices differ only in the order of summation.
+            # TPUs multiply fp32 numbers in several bf16 passes; other devices differ only in the order of summation.
             tolerance=2e-2 if plan.backend.is_lazy else 1e-4,
         )
         failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], setup)]
@@ -112,6 +112,6 @@ def _verdict(failed: list[str]) -> str:
     if not failed:
         return "all passed"
     return (
-        f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and the output of "
+        f"{len(failed)} failed ({', '.join(failed)}). Please report this, with the output above and the output of "
         "`nblaunch env`"
     )

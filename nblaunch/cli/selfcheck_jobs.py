@@ -44,14 +44,14 @@ class Setup:
 
     Args:
         spec: settings of a job that does nothing.
-        tolerance: largest relative difference between weights that passes; the order of summation may differ.
+        tolerance: largest accepted relative difference between weights; the order of summation may differ.
     """
 
     spec: LaunchSpec
     tolerance: float
 
     def run(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Run ``function`` in a job; the job's value is a list with the value of each rank."""
+        """Run ``function`` in a job; the job's value is a list with each rank's value."""
         spec = replace(
             self.spec,
             function=function,
@@ -165,7 +165,7 @@ def check_checkpoint(setup: Setup) -> str:
     """Check that training continues from a checkpoint as if it had not been interrupted."""
     with tempfile.TemporaryDirectory() as folder:
         setup.expect_no_errors(_checkpoint, str(Path(folder, "state")), setup.tolerance)
-    return "training after load_state equals training after save_state: weights, optimizer, random numbers"
+    return "training after load_state matches training after save_state (weights, optimizer, random numbers)"
 
 
 def _checkpoint(folder: str, tolerance: float) -> list[str]:
@@ -205,7 +205,7 @@ def check_weights_back(setup: Setup) -> str:
         )
     if after == before:
         raise CheckFailed(f"training did not change the weights: they still begin with {before}")
-    return "the model in args has the trained weights of rank 0"
+    return "the model in args has rank 0's trained weights"
 
 
 def _train_passed_model(model: nn.Module) -> list[float]:
@@ -225,7 +225,7 @@ def check_errors(setup: Setup) -> str:
 def _raise_in_last_rank() -> None:
     accelerator = Accelerator()
     if accelerator.is_last_process:
-        raise ZeroDivisionError(f"raised on purpose in rank {accelerator.process_index}")
+        raise ZeroDivisionError(f"raised on purpose on rank {accelerator.process_index}")
     accelerator.wait_for_everyone()
 
 

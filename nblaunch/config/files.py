@@ -3,7 +3,7 @@
     # The meaning of the setting.
     num_processes: 4
 
-Keys are the names in :data:`SETTINGS`; keys of a strategy may be in their own mapping (``fsdp_config:``). Files written
+Keys are the names in :data:`SETTINGS`; a strategy's keys may be in their own mapping (``fsdp_config:``). Files written
 by ``accelerate config`` have the same format and need no conversion. Values are read as plain text, because YAML 1.1
 would read ``no`` as a flag and ``1:4`` as a number in base 60.
 """
@@ -55,11 +55,11 @@ _MAX_UNKNOWN = 5
 """Maximum number of unknown keys that a message lists."""
 
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
-"""Settings of other groups that ``accelerate config`` writes into ``deepspeed_config``."""
+"""Settings from other groups that ``accelerate config`` writes into ``deepspeed_config``."""
 
 
 def default_path() -> Path:
-    """Return the path that is read if the user names no file.
+    """Return the path of the file that is read if the user names none.
 
     This is ``NBLAUNCH_CONFIG_FILE`` if set, or else ``nblaunch/default.yaml`` in the user's configuration folder.
     Source: XDG Base Directory Specification.
@@ -162,7 +162,7 @@ def _describe_yaml_error(error: Exception) -> str:
 
 
 def _is_null(value: Any) -> bool:
-    # "none" does not count as null, because it is a valid value of some settings.
+    # "none" does not count as null, because it is a valid value for some settings.
     return isinstance(value, str) and value.lower() in ("", "~", "null")
 
 
@@ -187,7 +187,7 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keys of ``accelerate config`` into settings; return unknown keys unchanged.
+    """Translate keys from ``accelerate config`` into settings; return unknown keys unchanged.
 
     Source: accelerate 0.20, 1.0 and 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its
     questionnaire in ``commands/config/cluster.py``.
@@ -215,7 +215,7 @@ def _check_environment(raw: Mapping[str, Any]) -> None:
     environment = raw.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise ConfigError(
-            f"compute_environment: {named(environment)} is not available in nblaunch, only LOCAL_MACHINE"
+            f"compute_environment: {named(environment)} is not available in nblaunch; only LOCAL_MACHINE is"
         )
 
 
@@ -266,7 +266,7 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
 def render(values: Mapping[str, Any]) -> str:
     """Return settings as commented YAML, in the order of the table."""
     lines = [
-        "# Defaults of `nblaunch launch`, written by `nblaunch config`. Options on the command line override them.",
+        "# Defaults for `nblaunch launch`, written by `nblaunch config`. Options on the command line override them.",
         "# `nblaunch launch --help` lists all settings; you can set each of them here.",
     ]
     for group, title in GROUPS.items():

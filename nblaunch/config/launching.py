@@ -1,7 +1,7 @@
 """Conversion of resolved settings to a :class:`LaunchSpec`.
 
-Settings count the processes of all machines; a ``LaunchSpec`` counts the processes of one machine. Settings of
-strategies and compilers become arguments of ``Accelerator``'s plugins.
+Settings count the processes on all machines; a ``LaunchSpec`` counts the processes on one machine. Settings for
+strategies and compilers become arguments for ``Accelerator``'s plugins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of all settings of a launch, and functions that merge their values and reject contradictions.
 
-The table has the fields of ``LaunchSpec``, arguments of ``Accelerator``'s plugins, and a few others. Each row is an
-option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`. Names follow
-Hugging Face Accelerate if it has the same setting.
+The table contains the fields of ``LaunchSpec``, the arguments of ``Accelerator``'s plugins, and a few other settings.
+Each row is an option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`.
+If Hugging Face Accelerate has the same setting, its name is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUPS = {
     "devices": "devices",
     "processes": "number of processes, and how they start",
     "machines": "several machines",
-    "training": "defaults of Accelerator() in the script",
+    "training": "defaults for Accelerator() in the script",
     "dynamo_config": "compiling models (torch.compile)",
     "fp8_config": "training in 8 bits, with --mixed_precision fp8",
     "fsdp_config": "fully sharded data parallel, with --use_fsdp",
@@ -50,7 +50,7 @@ def _compilers() -> tuple[str, ...]:
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "devices": (
-        ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, such as 0,2"),
+        ("gpu_ids", Text("IDS"), "all", "GPUs to use on this machine, for example 0,2"),
     ),
     "training": (
         ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
@@ -190,14 +190,14 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
     "cpu": ("backend", "cpu", "compute on the CPU: --backend cpu"),
     "multi_gpu": ("backend", "cuda", "compute on GPUs: --backend cuda"),
     "tpu": ("backend", "xla", "compute on TPUs: --backend xla"),
-    "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
+    "use_fsdp": ("strategy", "fsdp", "shard models across the processes: --strategy fsdp"),
     "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
 }
 """Option -> its setting, the value that it gives the setting, and its line in the help."""
 
 
 def unsupported_reason(name: str) -> str | None:
-    """Return the reason why nblaunch does not support a setting of Accelerate; None if it does, or if unknown."""
+    """Return why nblaunch does not support an Accelerate setting; None if it does, or if the setting is unknown."""
     if name in SETTINGS:
         return None
     for unsupported, reason in _UNSUPPORTED.items():
@@ -261,10 +261,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings of one source.
+    """The settings from one source.
 
     Args:
-        source: such as ``command line``, or the path of a file.
+        source: name of the source, such as ``command line`` or the path of a file.
         values: setting -> converted value. None is also a value, for settings that accept it.
         notes: sentences about the source that the user sees when the job starts.
     """
@@ -344,7 +344,7 @@ def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def instead_of(name: str) -> str:
-    """Return the end of a message, which says what to write instead of ``name``; empty if unknown.
+    """Return the last part of a message, which says what to write instead of ``name``; empty if nothing fits.
 
     Args:
         name: a name that is not a setting.

@@ -1,11 +1,11 @@
-"""Display of a job while it runs and after it has ended.
+"""Displays a job while it runs and after it has ended.
 
     launcher ──events, board readings──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
 base.py            Dashboard: receives events and readings of the progress board from the launcher
 fold.py            updates the view of the job after each event or reading
 view.py            JobView: the state of a job as it is shown
-rates.py           rates of a rank over the last seconds, and forecasts from them
+rates.py           a rank's rates over the last few seconds, and forecasts based on them
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
 columns.py         its columns: when each appears, and its text for a rank and for the whole job
 result.py          how a job ended: its figures, whether all ranks did the same, its failures
@@ -16,9 +16,9 @@ html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: a cell output, updated in place, with live widgets or a table
-  widget_panel.py      the widgets: headline, buttons, rows, charts, the last lines of ranks
+  widget_panel.py      the widgets: headline, buttons, rows, charts, the ranks' last lines
   widget_throttle.py   updates within a budget
-lines.py           output of workers in the cell or terminal, labelled, merged, folded and shortened; the last lines
+lines.py           workers' output in the cell or terminal, labelled, merged, folded and shortened; the last lines
 
 :func:`choose` picks the dashboards for the front end. Importing this package does not import Jupyter.
 """
@@ -104,8 +104,8 @@ def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dash
     """Return dashboards for a terminal or a file: the workers' lines on stdout, all else on stderr.
 
     Args:
-        is_live: redraw the progress in place, on a terminal; only if nothing else writes to it.
-        shortens: leave out lines of ranks that print a lot; False if programs may read them.
+        is_live: redraw the progress in place on a terminal; requires that nothing else writes to the terminal.
+        shortens: leave out lines from ranks that print a lot; set it to False if programs may read the output.
     """
     live = open_live() if is_live else None
     return [

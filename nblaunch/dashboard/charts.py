@@ -8,8 +8,8 @@
     step└──┬────┬────┬──
           100  200  300
 
-The curves of ranks are thin lines behind their mean. A chart depends only on the values, so identical runs have
-identical charts.
+The ranks' curves are thin lines behind the curve of their mean. A chart depends only on the values, so identical runs
+have identical charts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _THIN_OPACITY = ".5"  # of thin lines and axes
 _MAX_LINES = 8  # raw lines of ranks
 _MAX_CHARTS = 6
 _MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
-_LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a logarithmic scale
+_LOG_RATIO = 100  # from this ratio of the largest to the smallest value, the scale is logarithmic
 
 
 def charts(view: JobView) -> list[str]:
@@ -95,9 +95,9 @@ def chart(
 
     Args:
         name: name of the quantity.
-        main: at least two points.
-        raw: thin lines behind it; ``main`` is their mean.
-        name_of_raw: their name in the legend.
+        main: the main line, with at least two points.
+        raw: thin lines behind the main line, which is their mean.
+        name_of_raw: name of the thin lines in the legend.
         first_step: step that the caption counts from; None: the first point.
         size: size of the picture, in pixels.
     """
@@ -230,7 +230,7 @@ class _Axes:
         return [_tick_texts([y])[0] for y in at_y] if self.is_log else _tick_texts(at_y)
 
     def drawn(self) -> str:
-        """Return both axes with ticks and numbers, and faint lines at the ticks of the values."""
+        """Return both axes with ticks and numbers, and faint lines at the ticks of the vertical axis."""
         at_y = (_log_ticks if self.is_log else ticks)(self.low_y, self.high_y, 5)
         at_x = ticks(self.low_x, self.high_x, self.width // 50, are_whole=self.counts)
         across = "".join(f"M{_LEFT} {self.y(y):.0f}H{self.right}" for y in at_y)

@@ -1,4 +1,4 @@
-"""The columns of the table between the state and the detail. A new column needs a row in :data:`COLUMNS`."""
+"""The table's columns between the state and the detail. A new column needs a row in :data:`COLUMNS`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def epoch_of(rank: RankView) -> str:
-    """Return ``2/6``, ``2`` if the number of epochs is unknown, or nothing before the first."""
+    """Return ``2/6``, or ``2`` if the number of epochs is unknown; empty before the first epoch."""
     if not rank.epoch:
         return ""
     return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
@@ -33,7 +33,7 @@ def _steps(rank: RankView) -> str:
 
 
 def full_length(steps: str) -> int:
-    """Return the length of the text ``steps`` at the end of the loop, when ``7/1,000`` is ``1,000/1,000``."""
+    """Return the length that ``steps`` will have at the end of the loop, when ``7/1,000`` becomes ``1,000/1,000``."""
     _, slash, total = steps.partition("/")
     return 2 * len(total) + 1 if slash else len(steps)
 
@@ -59,14 +59,14 @@ def _device(rank: RankView) -> str:
 
 
 class WholeJob(NamedTuple):
-    """What columns show of the whole job: its view, the rank furthest behind, the seconds until it ends."""
+    """The data for the whole job's row: the job's view, the rank furthest behind, and the seconds until the end."""
 
     view: JobView
     last: RankView
     left_s: float | None
 
     def known(self, name: str) -> list[float]:
-        """Return an attribute of each rank whose value is known."""
+        """Return the attribute ``name`` of the ranks for which it is known."""
         return [value for rank in self.view.ranks if (value := getattr(rank, name)) is not None]
 
 

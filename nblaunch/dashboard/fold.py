@@ -166,7 +166,7 @@ def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool)
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
-    """Return the state of a rank: events decide its start and end, the board everything in between."""
+    """Return the state of a rank: events determine it at the start and end, and the board determines it in between."""
     if rank.state.is_final:
         return rank.state
     if rank.has_returned:
@@ -182,7 +182,7 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals from the launcher: SIG
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:
-    """Return the view, updated with events in order of arrival. Events of unknown types or ranks change nothing.
+    """Return the view, updated with events in order of arrival. Events with unknown types or ranks change nothing.
 
     This is cheap even if ranks print a lot, because only the last line that arrives from each rank is read.
     """
@@ -289,7 +289,7 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
         message = first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message
         if rank.exit_status is not None and rank.failure.startswith(str(rank.exit_status)):
-            failure = message or rank.failure  # the message says how the process ended and what it means
+            failure = message or rank.failure  # the message says how the process ended and what that means
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
@@ -347,7 +347,7 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
     view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
-    # Logged during the current epoch, or after the last one ended.
+    # The values were logged during the current epoch, or after the last epoch had ended.
     key = rank.training + (event.epoch < rank.ended_epoch), event.epoch
     epoch = view.epochs.get(key, EpochView())
     return _with_epoch(view, key, replace(epoch, metrics={**epoch.metrics, **event.values}))
@@ -389,7 +389,7 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
 
 
 def _position(step: object, curve: Curve) -> float:
-    """Return the x coordinate of a point logged with ``step``; after all others if ``step`` is not a number."""
+    """Return the x coordinate of a point logged with ``step``; if ``step`` is not a number, put it after all others."""
     if isinstance(step, (int, float)) and abs(step) < LARGEST_DRAWN:
         return float(step)
     return float(curve.num_seen)
@@ -447,7 +447,7 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
         return rank
     is_success = event.status.code == 0 or not event.status.is_known
     if rank.has_returned and (is_success or event.status.code in _STOP_SIGNALS):
-        # The launcher may have stopped it because one of its threads did not end.
+        # The launcher may have stopped the process because one of its threads did not end.
         return replace(rank, state=WorkerState.DONE)
     over = (WorkerState.FAILED, WorkerState.STOPPED)
     others_ended = any(other.state in over for other in ranks if other.rank != rank.rank)

@@ -1,12 +1,12 @@
-"""HTML of a job: one fragment without scripts, style sheets or resources to load. Charts are SVG (``charts.py``).
+"""The HTML for a job: one fragment without scripts, style sheets or resources to load. Charts are SVG (``charts.py``).
 
-All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. If a
-front end also removes inline styles and SVG, a plain table with numbers and captions remains. Colours of text are
-inherited and tints are half-transparent greys, so the HTML is legible in light and dark themes. Colours only repeat
-what the text next to them says.
+All text from workers is escaped. Styles are inline, because style sheets are removed on GitHub and in untrusted
+notebooks. If a front end also removes inline styles and SVG, a plain table with numbers and captions remains. Colours
+of text are inherited and tints are half-transparent greys, so the HTML is legible in light and dark themes. Colours
+only repeat what the text next to them says.
 
 The same rows are shown while a job runs and after its end, so nothing moves when it ends. For screen readers, tables
-have captions, column headers have scopes, and bars have the progress bar role.
+have labels, header cells have header roles, and bars have the progress bar role.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ STYLE_SHEET = (
 
 
 def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True) -> dict[str, str]:
-    """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``.
+    """Return the table as ``{"text/html": ..., "text/plain": ...}``, for ``display(..., raw=True)``.
 
     With ``has_logs=False``, the log folder is left to :func:`log_bundle`.
     """
@@ -116,7 +116,8 @@ def render_html(
         view: the job.
         tail: the last lines of output, shown with the notes; None if another output shows them.
         table: table of this view, if the caller has it.
-        is_last_known: whether the job may have ended when the user sees this; adds charts and the time.
+        is_last_known: whether the job may have ended by the time the user sees this; if so, charts and the time are
+            added.
     """
     table = table or tabulate(view)
     parts = [title(view, table), cards(table, is_over=view.is_over), figures(table)]
@@ -180,7 +181,7 @@ _NEXT = (
 
 
 def cards(table: Table, *, is_over: bool) -> str:
-    """Return the failures: a card for each cause, a line for its consequences; empty if there are none."""
+    """Return the failures: a card for each cause, and a line for its consequences; empty if there are none."""
     return "".join(
         _consequence(failure) if failure.is_secondary else _card(failure, is_last=is_over)
         for failure in table.failures
@@ -345,7 +346,7 @@ def _state(row: Row, markup: Markup) -> str:
     glyph = _glyph(*look, markup)
     text = escape(row.state_text)
     shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
-    # Text that is too long gets two lines, so the columns next to it keep their places.
+    # Text that is too long wraps onto a second line, so the columns next to it keep their places.
     return f"<div{markup.of('wrapped')}>{shown}</div>"
 
 
@@ -365,7 +366,7 @@ def _bar(row: Row, markup: Markup) -> str:
     colour = CALM if row.is_secondary else BAD if row.is_stuck else STATE_LOOKS[row.state].colour
     bar = f"<div{markup.of(f'bar{COLOURS.index(colour)}', width)}></div>"
     return (
-        # From 0 to 100, the default range of a progress bar (WAI-ARIA 1.2).
+        # The value is in a progress bar's default range, 0 to 100 (WAI-ARIA 1.2).
         f'<div role="progressbar" aria-label="{about}" aria-valuenow="{int(100 * row.fraction)}"'
         f"{markup.of('track')}>{bar}</div>"
     )

@@ -2,12 +2,12 @@
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
-    [0-3] a warning of a library                                      the same on three or more ranks
+    [0-3] a warning from a library                                      the same on three or more ranks
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch-1000/20261120-153000-4242-1/attempt_0/rank_1.log
     [1] last line
 
-``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. It writes the lines of one
-tick together, so the number of messages to the front end does not grow with the output. Each rank's lines stay in
+``LinesPrinter`` labels lines, merges equal lines from several ranks and shortens long output. It writes the lines from
+each tick together, so the number of messages to the front end does not grow with the output. Each rank's lines stay in
 order. In a cell, ``FoldedLines`` hides all but the first and last lines behind a line that unfolds them.
 """
 
@@ -75,7 +75,7 @@ class LastLines:
         return not self._all
 
     def of_all(self) -> list[tuple[int, str]]:
-        """Return ``(rank, line)`` of all ranks, oldest first, ordered by the workers' clocks."""
+        """Return ``(rank, line)`` pairs from all ranks, oldest first, ordered by the workers' clocks."""
         return [(rank, single_line(line)) for _, _, rank, line in sorted(self._all)]
 
     def of_rank(self, rank: int) -> list[str]:
@@ -143,9 +143,9 @@ class MergedLines:
 
 _MAX_HEAD_LINES = 2 * HEAD_LINES  # approximate limit for all ranks together
 _LINE_LENGTH = 4000  # characters
-# Limit for the displays of all ranks, such as figures. Each rank keeps its share even if others use up the rest.
-# VS Code shows only the first 500 outputs of a cell (microsoft/vscode#325786); a display takes two, and the last output
-# may be an error.
+# Limit on the displays (such as figures) of all ranks together. Each rank keeps its share even if others use up the
+# rest. VS Code shows only the first 500 outputs of a cell (microsoft/vscode#325786); a display takes up two of them,
+# and the last output may be an error.
 _NUM_DISPLAYS = 120
 _MAX_TAIL_LINES = 320  # approximate limit for the last lines of all ranks; each rank has at least one
 
@@ -163,20 +163,20 @@ class _NoteLine(str):
 class LinesPrinter(Dashboard):
     """A dashboard that prints the ranks' lines, each with the label ``[rank]``; a single process has no label.
 
-    After 500 lines from a rank, it only counts further lines, and prints the last ones at the end. If many ranks print
-    a lot, each rank's limit is its share of 1,000 lines.
+    After a rank's first 500 lines, the dashboard only counts further lines, and prints the last of them at the end. If
+    many ranks print a lot, each rank's limit is its share of 1,000 lines.
 
     Args:
-        stream: default: ``sys.stdout``, looked up at each write.
-        publish: shows a display of a worker; default: print its text.
+        stream: default: ``sys.stdout``, looked up on each write.
+        publish: shows a worker's display; default: print its text.
         notes_to_stderr: write notes to ``sys.stderr``, because a program may read the ranks' lines.
-        shortens: omit lines of ranks that print a lot, and cut lines of more than 4,000 characters.
-        first_s: seconds before the first write, so that the table of the job appears above its output.
+        shortens: omit lines from ranks that print a lot, and cut lines that are longer than 4,000 characters.
+        first_s: seconds to wait before the first write, so that the job's table appears above its output.
         defers_lines: print all lines at the end, because the widgets or the table show the last lines until then;
             displays are shown immediately.
-        omits_hangs: omit reports of hangs and of slow steps, because a table shows them.
-        merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.
-        folds: print a limited number of lines, and fold the others; only with ``publish``.
+        omits_hangs: omit hang reports and notes about slow steps, because a table shows them.
+        merges_equal: print equal lines from three or more ranks once, labelled ``[0-3]``.
+        folds: print a limited number of lines, and fold the others; has an effect only with ``publish``.
         live: display that is redrawn in place on the same terminal, and stays below the lines.
         display_ids: (rank, id) of displays that may be updated; the printer adds the ids of its own displays.
             Default: an empty set for this printer.
@@ -319,7 +319,7 @@ class LinesPrinter(Dashboard):
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
         shown = [_shorten(line) for line in lines] if self._shortens else lines
-        # A custom label names a single rank, so equal lines of several ranks can't be merged.
+        # A custom label names a single rank, so equal lines from several ranks can't be merged.
         if not self._merges_equal or self._label_template is not None:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
@@ -443,7 +443,7 @@ class LinesPrinter(Dashboard):
         stream = stream or self._stream or sys.stdout
         with self._live.hidden() if self._live is not None else nullcontext():
             write(stream, text)
-            if self._publish is None:  # kernels flush by themselves, and flush() there takes milliseconds
+            if self._publish is None:  # kernels flush by themselves, and their flush() takes milliseconds
                 stream.flush()
 
 
@@ -487,7 +487,7 @@ class FoldedLines:
         self._num_others = 0
 
     def take(self, texts: Sequence[str]) -> list[str]:
-        """Add texts that consist of whole lines; return the job's first lines, to be printed immediately."""
+        """Add strings that consist of whole lines; return the job's first lines, to be printed immediately."""
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
         first = lines[: max(_FIRST_IN_CELL - self._num_first, 0)]
         self._num_first += len(first)

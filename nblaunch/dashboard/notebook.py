@@ -1,8 +1,8 @@
-"""The dashboard for notebooks: one output of a cell, updated in place through its display id.
+"""The dashboard for notebooks: one cell output, updated in place through its display id.
 
-It shows live widgets, or a table. Each table is complete (HTML and text), so a saved notebook keeps the last one
-without widget state. Updates from any thread reach the output in all cells that show it. Opening the first panel
-imports ipywidgets.
+It shows live widgets, or a table. Each table is complete (HTML and text), so a saved notebook keeps the last table,
+even without widget state. Updates from any thread reach the output in all cells that show it. ipywidgets is imported
+when the first panel is opened.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> Non
 
 
 def id_of_running_request() -> str | None:
-    """Return the id of the request that the current cell is executing; None outside a kernel."""
+    """Return the id of the request that started the running cell; None outside a kernel."""
     request = running_request()
     return request.get("header", {}).get("msg_id")
 
 
 def running_request() -> Mapping[str, Any]:
-    """Return the request that the current cell is executing, as sent by the front end; empty outside a kernel."""
+    """Return the request that started the running cell, as sent by the front end; empty outside a kernel."""
     return getattr(ipython_shell(), "parent_header", None) or {}
 
 
@@ -126,7 +126,7 @@ def is_on_colab() -> bool:
 
 @final
 class NotebookDashboard(ViewingDashboard):
-    """A job in a cell output: live widgets that a table replaces at the end, or a table from the start.
+    """A job in a cell output: live widgets, which are replaced by a table at the end, or a table from the start.
 
     A short job publishes only its final table. If widgets fail, the table replaces them.
 
@@ -134,16 +134,16 @@ class NotebookDashboard(ViewingDashboard):
     alive; a saved notebook shows it if the kernel has died.
 
     Args:
-        background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
-            and includes the last lines of all ranks, because text from another thread would appear in another cell.
-            Widgets have buttons, because the kernel can receive clicks.
+        background: the cell returns while the job is still running. The output is then created here, in the cell's
+            thread, and includes the last lines of all ranks, because text from another thread would appear in another
+            cell. Widgets have buttons, because the kernel can receive clicks.
         has_widgets: show widgets while the job runs; ``is_html`` must be True.
         is_html: publish HTML and text; False: only text.
         is_watched: a user may be looking at the cell. The table then includes the last lines of output while the job
             runs, because lines printed below the table would push it out of sight.
         publish: default: through IPython.
         open_panel: creates the widgets; default: the panel of ``widget_panel.py``.
-        clock: seconds on a clock that never jumps.
+        clock: returns seconds on a clock that never jumps.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(self._table(view, has_logs=False) if has_two else table, is_final=True)
         if has_two:  # an output can't be removed
             self._lasting.show(log_bundle(view), is_final=True)
-        # Closed after the output has been replaced, so that no empty output is visible.
+        # The panel is closed after the output has been replaced, so that no empty output is visible.
         if self._panel is not None:
             # On Colab, don't keep the widget: Colab saves widgets in a form that GitHub does not show, and presumably
             # keeps a cell's output up to date even when no page is open.

@@ -3,13 +3,13 @@
 The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). If there is no
 explanation, the notice names the ranks that are slower than the others.
 
-A rank is stalled if it trains, evaluates or waits without any change (including output) for 20 s or for the time of 20
-of its steps, whichever is longer. It is also stalled if the launcher emits ``Stalled`` for it, which happens after half
-of the hang timeout (``launcher/hang_watch.py``). The launcher's report of a hang, with stacks, is a ``Note`` of kind
-``"hang"``, shown as a notice of kind ``"stalled"``.
+A rank is stalled if it has been training, evaluating or waiting without any change (including output) for 20 s or for
+as long as 20 of its steps usually take, whichever is longer. It is also stalled if the launcher emits ``Stalled`` for
+it, which happens after half of the hang timeout (``launcher/hang_watch.py``). The launcher's hang report, with stacks,
+is a ``Note`` of kind ``"hang"``, shown as a notice of kind ``"stalled"``.
 
-These functions read only the view, which holds the last measurements. :func:`as_of_now` adjusts the rates to the time
-that has passed since, and :func:`stall_text` describes a rank that makes no progress.
+These functions read only the view, which holds the last measurements. :func:`as_of_now` adjusts the rates to account
+for the time since then, and :func:`stall_text` describes a rank that is making no progress.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class JobStall:
-    """A job in which no rank makes progress.
+    """A job in which no rank is making progress.
 
     Args:
         text: a sentence that says where the job is stuck, and for how long.
@@ -222,7 +222,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
     lost = {rank.rank: rank.loss for rank in view.ranks if rank.loss is not None and not isfinite(rank.loss)}
     if not lost:
         return []
-    text = f"the loss of {formatting.ranks(lost)} is {next(iter(lost.values()))}"
+    text = f"the loss on {formatting.ranks(lost)} is {next(iter(lost.values()))}"
     return [Notice("loss", tuple(lost), text)]
 
 
@@ -231,7 +231,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
 STALLED_S = 20.0
 """Seconds without a step, output or change of state after which a rank has stalled; more if its steps are long."""
 
-_STALLED_STEPS = 20  # a rank is stalled after the usual duration of this many steps
+_STALLED_STEPS = 20  # a rank is stalled if nothing has changed for as long as this many steps usually take
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}
 _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 
@@ -240,7 +240,7 @@ def _stalled(view: JobView) -> list[Notice]:
     """Find ranks that have not changed for a long time; waiting ranks count only if no other rank has stalled."""
     if view.is_over:
         # If a hang stopped the job, the exception contains the positions. A job that succeeded got past the hang,
-        # unless ranks were killed while they sent their weights.
+        # unless ranks were killed while they were sending their weights.
         codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
         is_overcome = view.outcome == "done" and codes <= {0}
         is_shown = view.hang and not view.end.has_hung and not is_overcome
@@ -266,9 +266,10 @@ def _stalled(view: JobView) -> list[Notice]:
 
 
 def job_stall(view: JobView) -> JobStall | None:
-    """Return a sentence that says where a job is stuck; None while a rank makes progress.
+    """Return a sentence that says where a job is stuck; None while a rank is making progress.
 
-    It also reports a rank that waits in a collective for a working rank, although this is not yet a stall.
+    It also reports a rank that is waiting in a collective for a rank that is still working, although this is not yet a
+    stall.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]
@@ -336,7 +337,9 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
-    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or "" if it makes progress."""
+    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or "" if the rank is making
+    progress.
+    """
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"

@@ -1,8 +1,8 @@
 """Colours and shapes of states, for light and dark themes and for terminals.
 
-The colour of running text is unknown and inherited. Coloured text therefore mixes its colour with the inherited one,
-which keeps a contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background on which the theme's own text is
-legible. Bars and curves use the pure colour. States of different colours also have different shapes.
+The colour of running text is unknown and inherited. The colour of coloured text is therefore mixed with the inherited
+one, so that the contrast is at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background on which the theme's own text is
+legible. Bars and curves use the pure colour. States with different colours also have different shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rates of a rank, from readings of the board over the last seconds, and forecasts from them.
+"""A rank's rates, computed from readings of the board over the last few seconds, and forecasts based on them.
 
 The first steps of a loop take longer than later ones, because loaders start their workers and kernels are compiled.
 These first steps are used only until there are later ones. A forecast also leaves out a single long step, because one
@@ -23,7 +23,7 @@ _MAX_SPACING_S = 0.5
 _NUM_SPACES = 20  # between the points of a full window
 _MIN_STEPS = 3  # for a rate, even if these steps take longer than the window
 _WARM_UP_STEPS = 2
-_MIN_INTERVALS = 4  # fewer can't distinguish a pause from uneven steps
+_MIN_INTERVALS = 4  # with fewer, a pause looks the same as uneven steps
 
 
 class RatePoint(NamedTuple):
@@ -100,7 +100,7 @@ def pause_s(points: tuple[RatePoint, ...]) -> float:
 
 
 def warm_up(before: tuple[RatePoint, ...], after: tuple[RatePoint, ...]) -> tuple[float, int]:
-    """Return how long the first steps took and how many there were, if a new point ended the warm-up; else zeros.
+    """Return the duration and number of the first steps if a new point ended the warm-up; otherwise return zeros.
 
     Args:
         before: the points without the new one.

@@ -28,7 +28,7 @@ _RISES = re.compile(
 
 
 class Figure(NamedTuple):
-    """A number of the result.
+    """A number in the result.
 
     Args:
         name: name of the number.
@@ -160,7 +160,7 @@ class Failure(NamedTuple):
 
     Args:
         who: the ranks, or ``"job"``.
-        text: type and message, or what happened to ranks that failed because of another one.
+        text: type and message, or what happened to ranks that failed because of another rank.
         where: the line of the user's code; may be empty.
         advice: lines that explain the failure and say what to do.
         is_secondary: another failure in the list caused it.

@@ -1,4 +1,4 @@
-"""All text of a job, without layout: rows, headline, failures, notices, epochs.
+"""All text shown for a job, without layout: rows, headline, failures, notices, epochs.
 
     rank  state            epoch      step  steps/s ...
      all  training, 1 slow   2/6   450/1,000    24.1
@@ -56,12 +56,12 @@ class Row:
         label: text of the rank column.
         state: decides colour and shape.
         state_text: text of the state column.
-        cells: one text per column of the table; may be empty.
+        cells: one string per column of the table; strings may be empty.
         fraction: progress, 0 to 1, or None.
-        detail: the worker's progress bar as text, the call in which it waits, its last line or its exit status.
+        detail: the worker's progress bar as text, the call in which it is waiting, its last line or its exit status.
         is_marked: the rank differs from the others.
         is_secondary: the rank failed because another rank failed.
-        is_stuck: other ranks wait for this one, or all ranks are stuck.
+        is_stuck: other ranks are waiting for this one, or all ranks are stuck.
     """
 
     rank: int | None
@@ -123,7 +123,7 @@ def _with_mean_rates(rank: RankView) -> RankView:
 
 
 class _RankStatus(NamedTuple):
-    """The activity of a rank: its state, a word for it, and its place in the code if it makes no progress."""
+    """A rank's activity: its state, a word for it, and its place in the code if the rank is making no progress."""
 
     state: WorkerState
     word: str
@@ -287,12 +287,13 @@ class Table:
 
     Args:
         columns: names of the columns between state and detail.
-        rows: the whole job, unless it has a single rank; then ranks that differ, or all if there are few.
+        rows: a row for the whole job, unless it has a single rank, followed by the ranks that differ, or by all ranks
+            if there are few.
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
-        stall: where the job is stuck; None while it makes progress.
+        stall: where the job is stuck; None while it is making progress.
         setting: number of processes, backend, start method.
         fallback: reason for an unusual start method; empty if it is usual.
         failures: root cause first.
@@ -304,7 +305,7 @@ class Table:
         warnings: warnings from the launcher and the workers.
         notes: notes from the launcher and the workers, except warnings.
         runs: ``(tracker, address or command)`` of runs that trackers have started.
-        log_dir: folder of complete logs; may be empty.
+        log_dir: folder with the complete logs; empty if there is none.
     """
 
     columns: tuple[str, ...]
@@ -391,7 +392,7 @@ def headline(view: JobView) -> str:
 
 
 def _progress(view: JobView, left_s: float | None) -> str:
-    """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
+    """Return the progress of the rank furthest behind, and the loss and throughput of all ranks; empty if unknown.
 
     If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. The result
     is empty for a job with a failed rank, because such a job never finishes.
@@ -427,7 +428,7 @@ def _position(rank: RankView, *, is_known: bool) -> str:
 
 def _setting(view: JobView) -> str:
     start, facts = view.start, dict(view.facts)
-    # Workers report it if it differs from the setting.
+    # Workers report the precision if it differs from the setting.
     precision = facts.pop("precision", "" if start.mixed_precision == "no" else start.mixed_precision)
     spanning = "spmd" if start.is_spmd else ""
     parts = (start.backend, start.start_method, spanning, precision, *facts.values())
@@ -439,7 +440,7 @@ def _setting(view: JobView) -> str:
 
 
 def _notes(notes: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-    """Return each text once, after the ranks that sent it; the launcher's notes have a negative rank."""
+    """Return each text once, preceded by the ranks that sent it; the launcher's notes have a negative rank."""
     senders: dict[str, set[int]] = {}
     for rank, text in notes:
         senders.setdefault(text, set()).add(rank)

@@ -43,7 +43,7 @@ _USUAL_WIDTHS = {
     **{name: column.usual_width for name, column in COLUMNS.items()},
 }
 _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
-"""Columns in the order in which a narrow terminal omits them."""
+"""Columns in the order in which they are omitted on a narrow terminal."""
 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # without a terminal
@@ -52,7 +52,7 @@ Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
 
 Paint = Callable[[str, str], str]
-"""Returns text in a colour: :func:`nblaunch.dashboard.palette.paint`, or a function that changes nothing."""
+"""A function that colours text: :func:`nblaunch.dashboard.palette.paint`, or one that returns it unchanged."""
 
 
 def render_text(
@@ -75,7 +75,7 @@ def render_text(
         paint: colours states, failures and warnings.
         table: table of this view, if the caller has it.
         width: columns of the terminal; a narrow terminal shows fewer columns of the table.
-        is_live: the table is redrawn in place, without epochs and metrics.
+        is_live: the table is redrawn in place, without epochs or metrics.
     """
     table = table or tabulate(view)
     lines = [_headline(view, table, paint, width if is_live else None)]
@@ -158,7 +158,7 @@ def _table_lines(table: Table, paint: Paint, width: int | None) -> list[str]:
 
 
 class _Column(NamedTuple):
-    """A column of the table: its width, and the texts of its cells."""
+    """A column of the table: its width, and the text of each cell."""
 
     width: int
     cells: list[str]
@@ -196,7 +196,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
-    """Return the width of a column, which fits at least its usual text, so that columns do not come and go."""
+    """Return the width of a column: at least enough for its usual text, so that columns do not come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))
@@ -218,7 +218,7 @@ def _epoch_lines(table: EpochTable) -> list[str]:
 # and on dumb terminals (which can't move the cursor up), a line is written at intervals. Only terminals get colours.
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the table is first drawn, and between redraws
-_FIRST_LINE_S = 2.0  # before the first line; a short job only writes its last table
+_FIRST_LINE_S = 2.0  # before the first line; a short job writes only the final table
 
 _DEFAULT_SIZE = (80, 24)
 
@@ -276,7 +276,7 @@ class LiveTable:
            1  waiting     ━━━━━━━╸            1/4    450/1,000     10.0  0.5330
 
     Args:
-        stream: default: ``sys.stderr``, looked up at each use.
+        stream: default: ``sys.stderr``, looked up on each use.
     """
 
     latest: ClassVar[LiveTable | None] = None
@@ -294,7 +294,7 @@ class LiveTable:
 
     def draw_text(self, render: Callable[[int], str]) -> None:
         """Show the text that ``render`` returns for the terminal's width, cut to the terminal's height."""
-        from rich.text import Text  # rich takes 100 ms and is only for terminals
+        from rich.text import Text  # importing rich takes 100 ms, and only terminals need it
 
         self._render = render
         live = self._live or self._start()
@@ -363,8 +363,8 @@ class TextDashboard(ViewingDashboard):
     every few seconds.
 
     Args:
-        stream: default: ``sys.stderr``, looked up at each write.
-        live: the table that is redrawn on the terminal, shared with other writers; None writes lines instead.
+        stream: default: ``sys.stderr``, looked up on each write.
+        live: the table that is redrawn on the terminal, shared with other writers; None = write lines instead.
         clock: seconds on a clock that never jumps.
     """
 

@@ -159,7 +159,7 @@ class RankView:
 
     Args:
         rank: rank of the worker.
-        reading: the last reading of the board; once the rank has finished, with the numbers of its training.
+        reading: the last reading of the board; once the rank has finished, it contains the numbers from its training.
         state: state of the worker.
         steps_per_s: averaged over about 10 s; None if unknown.
         samples_per_s: averaged over about 10 s; None if unknown.
@@ -180,16 +180,16 @@ class RankView:
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
-        changed_s: time of the last change of any part of the reading, or of the last output; 0.0 before the first.
-        stall: the launcher's report that the rank makes no progress; None while it makes progress.
+        changed_s: time of the last change to any part of the reading, or of the last output; 0.0 before the first.
+        stall: the launcher's report that the rank is making no progress; None while it makes progress.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch of the training run that a reading showed; 0 before the first reading.
+        first_epoch: the first epoch that a reading showed in this training run; 0 before the first reading.
         first_epoch_s: ``now_s`` of the first reading with that epoch.
-        warm_up: duration in seconds of the first steps of a training run, and how many there were; None before they
-            are over.
+        warm_up: duration of the first steps of a training run, in seconds, and their number; None until they are over.
         warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
-        epoch_length_s: mean seconds of an epoch, including its evaluation; None before the first has been trained.
+        epoch_length_s: mean seconds per epoch, including its evaluation; None until the training of the first epoch has
+            ended.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_peak_bytes: largest device memory in use so far; None if unknown.
@@ -197,8 +197,8 @@ class RankView:
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         is_evaluating: the last loop over a loader was an evaluation.
         trained_rates: steps per second, samples per second and ``busy_step_s`` when the rank last trained.
-        trained_fraction: progress of the epoch's training, 0 to 1, while the rank evaluates.
-        rate_points: points of the last seconds, for rates.
+        trained_fraction: progress of the epoch's training, 0 to 1, while the rank is evaluating.
+        rate_points: points from the last few seconds, for computing rates.
         trained_span: seconds, steps and samples of the training run so far, excluding evaluations.
     """
 
@@ -267,7 +267,7 @@ class RankView:
 
     @property
     def total(self) -> int:
-        """The number of batches of the current loop; -1 if unknown."""
+        """The number of batches in the current loop; -1 if unknown."""
         return self.reading.total
 
     @property
@@ -395,17 +395,18 @@ class JobView:
     Args:
         start: how the last attempt was started.
         end: how the job ended; its outcome is empty while the job runs.
-        facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
-        runs: address or command that shows the run of each tracker.
+        facts: workers' reports about the whole job, by name: ``"precision"``, ``"compilations"``.
+        runs: the address or command that shows each tracker's run.
         started_s: start of the first attempt; 0.0 before it starts.
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, without duplicates.
-        hang: the last report about ranks that make no progress, one line per rank; empty once they have continued.
+        hang: the last report about ranks that were making no progress, one line per rank; empty once they have
+            continued.
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by (number of the training run, counted from 0; number of the epoch).
-        host_peak_bytes: largest host memory of all workers together; None if unknown, because each worker counts the
+        host_peak_bytes: peak host memory of all workers together; None if it is unknown because each worker counts the
             shared pages.
         ranks: one view per rank; empty before the start.
     """

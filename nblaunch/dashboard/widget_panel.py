@@ -1,4 +1,4 @@
-"""The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
+"""The live panel for a job: headline, buttons, rows, charts and logs, built from ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state       progress      epoch  step  ...
@@ -53,7 +53,7 @@ STOP_REQUESTED = (
     "stop requested: loops that check accelerator.should_stop end at the same step on every rank. To end "
     "any function, click Interrupt"
 )
-INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
+INTERRUPT_REQUESTED = "interrupted: finally blocks run, and then the workers exit"
 KILL_REQUESTED = "killed"
 
 
@@ -84,7 +84,7 @@ class Buttons:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets of the bar that are not always shown."""
+        """Widgets in the bar that are not always shown."""
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
@@ -129,7 +129,7 @@ class Buttons:
             self._controls.interrupt()
 
     def _on_kill(self, button: Any) -> None:
-        """Kill the job only on a second click that is not a double click, because unsaved progress will be lost."""
+        """Kill the job only on a second click that is not part of a double click, because unsaved progress is lost."""
         if self._controls is None:
             return
         since_s = self._clock() - self._kill_clicked_s
@@ -145,7 +145,7 @@ class Buttons:
 ROWS_S = 0.3
 """Seconds between updates of the rows, if the throttle's budget allows."""
 
-_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing charts of 512 ranks takes 60 ms
+_CHART_S_PER_RANK = 0.003  # seconds between chart updates, per rank: drawing charts for 512 ranks takes 60 ms
 _CHARTS_PX = LIVE_HEIGHT + 46  # height of a chart, including its text
 
 
@@ -172,7 +172,7 @@ class ChartRow:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets of the row that are not always shown."""
+        """Widgets in the row that are not always shown."""
         return [self._layout]
 
     def show(self, view: JobView) -> None:
@@ -199,7 +199,7 @@ MAX_TABS = 16
 """Maximum number of ranks with a tab of their own; with more, only the lines of all ranks together are shown."""
 
 _LINE_LENGTH = 200
-_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; each new line sends the whole tab
+_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; the whole tab is sent for each new line
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
 # Seconds between updates of the selected tab, and of each other tab. The latter is multiplied by the number of ranks.
@@ -370,7 +370,7 @@ class Panel:
         return {_VIEW_TYPE: spec, "text/plain": about}
 
     def stand_in(self, view: JobView) -> Bundle:
-        """Return the output that replaces the panel if its widgets are dead; it is hidden while they live."""
+        """Return the output that replaces the panel if its widgets are dead; it is hidden while they are alive."""
         table = tabulate(view)
         shown = html.render_html(view, table=table, is_last_known=True)
         return {
@@ -422,8 +422,8 @@ class Panel:
     def close(self, lasting: str | None) -> None:
         """Close the widgets; the kernel keeps at most the outermost one.
 
-        A page that is reloaded while the job runs, or reopened after its end, has the panel in the cell's output and
-        can't replace it, because it does not know the display id. On such a page, the outermost widget shows
+        A page that is reloaded while the job runs, or reopened after the job's end, has the panel in the cell's output.
+        It can't replace the panel, because it does not know the display id. On such a page, the outermost widget shows
         ``lasting`` until :data:`MAX_KEPT` other panels are closed.
 
         Args:

@@ -2,10 +2,10 @@
 
     panel ──update(widget, value="...")──> Throttle ──flush()──> front end
 
-Each change to a widget sends a message of at least 600 bytes, and many messages block a slow front end, such as a
-remote one or a phone. The panel therefore passes the values of all widgets at every tick, and the throttle sends those
-that have changed: urgent ones immediately, the others within the budget, the most overdue first. It skips intermediate
-values.
+Each change to a widget sends a message of at least 600 bytes, and many messages block a slow front end, for example a
+remote one or one on a phone. The panel therefore passes the values of all widgets to the throttle on every tick, and
+the throttle sends those that have changed: urgent ones immediately, the others within the budget, the most overdue
+first. It skips intermediate values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Slot:
 
 
 class Throttle:
-    """Sends changes to widgets within a budget. Only one thread may use it at a time."""
+    """Sends widgets' new values within a budget. Only one thread may use it at a time."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

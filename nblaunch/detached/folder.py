@@ -128,7 +128,7 @@ def private_problem(path: Path, error: PermissionError) -> PermissionError:
     if error.errno is not None:  # a system error: this user may not enter it
         return error
     advice = (
-        f"If only you have written to this folder: chmod 700 {path}"
+        f"If only you have written to this folder, run: chmod 700 {path}"
         if path.stat().st_uid == os.getuid() and path.is_dir()
         else "Choose another place for jobs with NBLAUNCH_LOG_DIR."
     )
@@ -155,7 +155,7 @@ def _state_folder() -> tuple[Path | None, str]:
 
 
 def _made_key(path: Path) -> bytes:
-    """Return the user's key in the jobs folder; create both if they are missing.
+    """Return the user's key from the jobs folder; create the folder and the key if they are missing.
 
     Raises:
         OSError: the folder or the key can't be created. An error without an errno means that the folder exists but
@@ -190,7 +190,7 @@ class Launch:
     Args:
         spec: settings of the launch, without the function and its arguments.
         registered_backend: the pickled backend, if it is not part of nblaunch.
-        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan` of the launching process.
+        plan: the settings in the launching process's :class:`nblaunch.launcher.plan.LaunchPlan`.
         sources: file name -> text of the notebook's cells, for tracebacks.
     """
 
@@ -218,7 +218,7 @@ class JobError:
     """The error that ended a job.
 
     Args:
-        failed: the error, with its text and frames as IPython shows it.
+        failed: the error, with its text and frames as IPython shows them.
         notes: notes to show with a worker's error; None = the error is shown as the launcher's.
     """
 
@@ -375,7 +375,7 @@ class JobFolder(LogFolder):
         Raises:
             ValueError: the file is damaged, or is not signed with the user's key.
             FileNotFoundError: the folder was removed.
-            Exception: any error of unpickling.
+            Exception: any error during unpickling.
         """
         if self.modified(name) is None:
             with self.opened():  # raises if the folder is missing
@@ -470,7 +470,7 @@ class JobFolder(LogFolder):
 
         Raises:
             OSError: writing failed, for example because the disk is full; the file is unchanged.
-            Exception: any error of pickling.
+            Exception: any error during pickling.
         """
         key = self.key(name)
         with self.opened() as fd:
@@ -491,8 +491,8 @@ def own_layout() -> str:
     """Return the layout of this process's pickles in a job's folder, as a short string.
 
     It lists their classes with the names and types of the fields, so the version of nblaunch does not matter. A process
-    attaches only to jobs with its own layout, because an event with missing or different fields would fail somewhere in
-    a dashboard.
+    attaches only to jobs with its own layout, because an event with missing or different fields would cause an error
+    somewhere in a dashboard.
     """
     texts: dict[Any, str] = {}
     for cls in (Launch, LaunchPlan, Snapshot, JobError, *vars(events).values()):

@@ -1,4 +1,4 @@
-"""JobFollower: follows a detached job through the files in its folder, as a ``Job`` of this process with dashboards.
+"""JobFollower: follows a detached job through the files in its folder, as a ``Job`` in this process with dashboards.
 
     attach ──> follow ──> JobFollower, one for each job and process: a thread, and a JobReader ──> all dashboards
                               ^ a dashboard that is added later gets past events from its own reader
@@ -56,7 +56,7 @@ _POLLS_PER_CHECK = 10
 """Number of file checks per check of the job process."""
 
 _PATIENCE_S = 10.0
-"""Time for the thread to end."""
+"""How long to wait for the thread to end."""
 
 _REPLY_S = 2.0
 
@@ -65,7 +65,7 @@ _followers: dict[tuple[int, Path], JobFollower] = {}
 
 
 def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
-    """Return the follower of a job in this process, and add listeners, which receive all events, including past ones.
+    """Return this process's follower of a job, and add listeners, which receive all events, including past ones.
 
     Raises:
         LookupError: it is not a job's folder, or the job can't be followed from here.
@@ -147,7 +147,7 @@ class JobFollower(Job):
         return True
 
     def detach(self) -> None:
-        """Stop following the job: its displays end and free their resources. The job continues."""
+        """Stop following the job: its displays are closed and free their resources. The job continues."""
         self._is_detached = True
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_S)
@@ -236,7 +236,7 @@ class JobFollower(Job):
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:
-            if self._has_seen_end:  # the last event, which is written right after the end, can't be read
+            if self._has_seen_end:  # the last event, which is written right after this file, can't be read
                 return False
             self._has_seen_end = True
         is_gone = not self._reader.has_all_files()
@@ -311,7 +311,9 @@ class JobFollower(Job):
             outcome = _outcome_of(self._folder, end)
             ended = end.event
         else:
-            text, headline = (problem, "its end can't be read") if problem else self._describe_loss()
+            text, headline = (
+                (problem, "the record of its end can't be read") if problem else self._describe_loss()
+            )
             outcome = JobOutcome("lost", JobLost(text), headline=headline)
             time_s = self._reader.last_snapshot_s() or time.time()
             ended = JobEnded(-1, time_s, "failed", message=outcome.message)
@@ -322,7 +324,10 @@ class JobFollower(Job):
         process = f"the process of {self.id} (pid {self._record.process.pid})"
         logs = f"Logs: {self._folder.path}"
         if self._folder.process_state(self._record) is ProcessState.RESTARTED:
-            return f"the machine was restarted while {self.id} ran: there is no result. {logs}", RESTARTED
+            return (
+                f"the machine was restarted while {self.id} was running: there is no result. {logs}",
+                RESTARTED,
+            )
         if not self._folder.path.exists():
             return (
                 f"the folder of {self.id}, {self._folder.path}, was removed and its process has ended, so there is "

@@ -121,16 +121,14 @@ def _start_process(task: JobTask) -> None:
         )
     except OSError as error:
         os.close(reading)
-        raise LaunchError(
-            f"the process of the job could not be started ({sys.executable}): {error}"
-        ) from error
+        raise LaunchError(f"the job's process could not be started ({sys.executable}): {error}") from error
     finally:
         os.close(writing)
     with os.fdopen(reading, "rb") as report:
         text = report.read().decode(errors="replace")
     process.wait()
     if text != "ok":
-        raise LaunchError(f"the process of the job could not be started: {text or 'it ended immediately'}")
+        raise LaunchError(f"the job's process could not be started: {text or 'it ended immediately'}")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -150,7 +148,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os.close(task.report_fd)
     job.run()
     output.flush()
-    os._exit(0)  # a thread of the user's modules must not keep the process alive
+    os._exit(0)  # a thread started by the user's modules must not keep the process alive
 
 
 class _DetachedJob:

@@ -1,4 +1,4 @@
-"""List the detached jobs of this user, from their folders and from processes whose folders are gone."""
+"""Lists this user's detached jobs, from their folders and from processes whose folders are gone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Served:
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One line of the list of jobs.
+    """One line in the list of jobs.
 
     Args:
         id: short name, for :func:`nblaunch.attach`.
@@ -67,7 +67,7 @@ class JobSummary:
         duration_s: seconds that it ran, or has run so far.
         log_dir: folder with its logs.
         problem: why a job was lost, what is wrong with a damaged job, which version launched it if this one can't
-            attach, or what a job waits for; empty = nothing.
+            attach, or what the job is waiting for; empty = nothing.
         can_attach: whether :func:`nblaunch.attach` can follow it from here.
     """
 
@@ -94,7 +94,7 @@ class JobSummary:
 
 
 def jobs() -> list[JobSummary]:
-    """Return the jobs of this user that were launched with ``detach=True``, the newest last.
+    """Return this user's jobs that were launched with ``detach=True``, the newest last.
 
     The list contains the jobs on this machine and on other machines that share the folder. The files of the last
     ``NBLAUNCH_KEEP_JOBS`` jobs are kept. A job with damaged files is listed with the reason.
@@ -155,7 +155,7 @@ def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
     text = endpoint.ask("describe", timeout_s)
     with suppress(ValueError):
         return schema.load(Served, text.encode())
-    try:  # all versions reply with these two
+    try:  # all versions reply with these two fields
         plain = json.loads(text)
         return Served(str(plain["folder"]), str(plain.get("problem", "")), "", None)
     except (ValueError, KeyError, TypeError):  # there is no reply
@@ -181,7 +181,7 @@ def _subfolders(folder_fd: int) -> list[str]:
 
 
 def _at_once(look: Callable[[T], U], places: Sequence[T]) -> list[U]:
-    """Return ``look(place)`` for all places, some of which take a while to reply."""
+    """Return ``look(place)`` for all places; the calls run in parallel, because some take a while."""
     if not places:
         return []
     with ThreadPoolExecutor(min(len(places), _MAX_ASKED), "nblaunch-jobs") as pool:

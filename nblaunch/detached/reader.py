@@ -78,7 +78,7 @@ class JobReader:
         self._emit(event)
 
     def read_logs(self) -> None:
-        """Send the output of the ranks since the last call."""
+        """Send what the ranks have printed since the last call."""
         for tail in self._tails.values():
             for event in tail.read():
                 self._emit(event)
@@ -122,7 +122,7 @@ class JobReader:
         return os.fstat(self._receiver.fd).st_nlink > 0 and self._folder.modified(EVENTS) is not None
 
     def follow_restored(self) -> None:
-        """Continue reading in the job process's replacements for removed files; they begin with the same bytes."""
+        """Continue reading from the job process's replacements for removed files; they begin with the same bytes."""
         with suppress(OSError):
             position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
             fd = self._folder.opener(str(self._folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC)

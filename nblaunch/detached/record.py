@@ -71,7 +71,7 @@ class Record:
         num_processes: number of ranks.
         backend: name of the device family.
         process: the process that runs the job.
-        address: address for requests, in addition to the socket in its folder (``requests.py``).
+        address: address for requests, in addition to the socket in the job's folder (``requests.py``).
         started_s: ``time.time()`` of the launch.
     """
 
@@ -103,7 +103,7 @@ class End:
         has_weights: whether there are trained weights.
         unsaved_weights: why the weights could not be written; empty if they were written.
         unsaved_error: why the job's error could not be written; empty if it was written.
-        partial_rank: the rank whose value is the ``partial`` of the error; None = no partial value.
+        partial_rank: the rank whose value is the error's ``partial``; None = no partial value.
     """
 
     format: int
@@ -138,7 +138,7 @@ def load(cls: type[_Stored], text: bytes) -> _Stored:
         raise ValueError(f"it is not JSON: {error}") from None
     written = plain.get("format") if isinstance(plain, dict) else None
     if isinstance(written, int) and written != FORMAT:
-        raise OtherFormat(f"it has the format {written}, and this version reads {FORMAT}", _head_of(plain))
+        raise OtherFormat(f"it has the format {written}, but this version reads {FORMAT}", _head_of(plain))
     return schema.load(cls, text)
 
 

@@ -1,4 +1,4 @@
-"""Explains why ranks wait in a backward pass: other ranks did something else in the same step.
+"""Explains why ranks are waiting in a backward pass: other ranks did something else in the same step.
 
 ``DistributedDataParallel`` exchanges gradients in C++, where nblaunch records nothing. The recorded forward
 and backward passes, and the collectives between them, show how one rank's step differs from the others'.
@@ -23,11 +23,11 @@ _Calls = Mapping[int, RankCalls]
 
 
 def explain_backward(calls: _Calls, waiting: Collection[int]) -> Explanation | None:
-    """Explain how the steps of ranks differ if some wait in a backward pass; return None if unknown.
+    """Explain how ranks' steps differ if some are waiting in a backward pass; return None if this is unknown.
 
     Args:
         calls: rank -> its last calls.
-        waiting: ranks that wait in a backward pass, at least one.
+        waiting: ranks that are waiting in a backward pass (at least one).
     """
     forwards = {rank: _by_number(rank_calls, FORWARD) for rank, rank_calls in calls.items()}
     is_same_step = len({max(numbers, default=0) for numbers in forwards.values()}) == 1
@@ -44,7 +44,7 @@ def _by_number(calls: RankCalls, kind: str) -> dict[int, Call]:
 
 
 def _other_forwards(forwards: Mapping[int, Mapping[int, Call]]) -> Explanation | None:
-    """Explain the first forward pass of different models, or after which only some exchange gradients."""
+    """Explain the first forward pass that uses different models, or after which only some ranks exchange gradients."""
     for number in sorted(set.intersection(*map(set, forwards.values()))):
         in_step = {rank: numbers[number] for rank, numbers in forwards.items()}
         models = {rank: f"called {call.site.detail}" for rank, call in in_step.items() if call.site.detail}
@@ -81,7 +81,7 @@ def _explain_forward(
 
 
 def _more_collectives(calls: _Calls) -> Explanation | None:
-    """Explain a collective that only some ranks called, although all ranks now wait in the backward pass.
+    """Explain a collective that only some ranks called, although all ranks are now waiting in the backward pass.
 
     The backend has mistaken the extra collective for the exchange of gradients.
     """
@@ -111,7 +111,7 @@ def _more_collectives(calls: _Calls) -> Explanation | None:
 
 
 def _finished_alone(calls: _Calls, waiting: Collection[int]) -> Explanation | None:
-    """Explain that some ranks have finished the backward pass in which the others wait for their gradients."""
+    """Explain that ranks have finished the backward pass in which others are waiting for these ranks' gradients."""
     numbers = {rank: max(_by_number(rank_calls, BACKWARD), default=0) for rank, rank_calls in calls.items()}
     finished = [rank for rank in calls if rank not in waiting]
     if len(set(numbers.values())) != 1 or not finished:
@@ -120,7 +120,7 @@ def _finished_alone(calls: _Calls, waiting: Collection[int]) -> Explanation | No
     has, wait = "has" if len(finished) == 1 else "have", "waits" if len(waiting) == 1 else "wait"
     text = (
         f"{formatting.ranks(finished)} {has} finished backward {number} ({_where(finished, calls, number)}) without "
-        f"all gradients that {formatting.ranks(waiting)} {wait} for ({_where(waiting, calls, number)})"
+        f"exchanging all the gradients that {formatting.ranks(waiting)} {wait} for ({_where(waiting, calls, number)})"
     )
     return Explanation(text, tuple(finished), (), _UNUSED)
 

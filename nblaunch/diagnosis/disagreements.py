@@ -1,7 +1,8 @@
-"""Ranks that call different collectives where all must call the same, detected by comparing their recorded calls.
+"""Ranks that call different collectives where all must call the same one, detected by comparing their recorded calls.
 
 The comparison covers only what must be equal for calls with the same number in a group: kind, size, type, reduction
-and root. Messages show the line of a call, but lines are not compared: ranks may call a collective on different lines.
+and root. Messages show the line of a call, but lines are not compared: ranks may call a collective from different
+lines.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Sides = list[tuple[list[int], list[Call]]]
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why ranks wait for each other, or compute wrong numbers.
+    """Why ranks are waiting for each other, or are computing wrong numbers.
 
     Args:
         headline: what happened, with the ranks at fault first.
         ranks: ranks at fault; empty if no side is more likely to be wrong.
         lines: details.
         advice: what to do.
-        check: name that switches this check off in ``NBLAUNCH_CHECKS``.
+        check: name by which ``NBLAUNCH_CHECKS`` switches this check off.
     """
 
     headline: str
@@ -119,12 +120,12 @@ def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Ca
 
 
 def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
-    """Return which rank sends more or fewer rows in an ``all_to_all`` than its peer expects; None if all match."""
+    """Explain which rank sends more or fewer rows in an ``all_to_all`` than its peer expects; None if all match."""
     last = {
         rank: (rank_calls.splits, call)
         for rank, rank_calls in calls.items()
         if rank_calls.splits is not None
-        for call in rank_calls.calls  # the last one counts; ranks whose parts fit may have gone on
+        for call in rank_calls.calls  # the last such call counts; ranks whose parts match may have moved on
         if call.site.kind == "all_to_all" and call.number == rank_calls.splits.number
     }
     for rank, (splits, call) in sorted(last.items()):
@@ -171,7 +172,7 @@ def _first_difference(group: Group, by_rank: Mapping[int, Mapping[int, Call]]) -
     numbers = sorted({number for rank_calls in by_rank.values() for number in rank_calls if number > agreed})
     for number in numbers:
         calls = {rank: rank_calls[number] for rank, rank_calls in by_rank.items() if number in rank_calls}
-        # If chains differ and these calls do not, the ranks differed in a call that is no longer recorded.
+        # If chains differ but these calls do not, the ranks differed in a call that is no longer recorded.
         chains_at = {call.chain for call in calls.values()}
         if len(chains_at) > 1 and len({call.signature for call in calls.values()}) > 1:
             return Disagreement(group, number, calls)
@@ -216,7 +217,7 @@ def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
 def explain(
     disagreement: Disagreement, calls: Mapping[int, RankCalls], steps: Mapping[int, int] | None = None
 ) -> Explanation:
-    """Return the difference between ranks, and which ranks are at fault.
+    """Explain how the ranks differ, and which ranks are at fault.
 
     Args:
         disagreement: the first difference.
@@ -239,7 +240,7 @@ def explain(
 
 
 def _other_lines(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> list[str]:
-    """Return a line of text about an earlier call that ranks made from different lines; empty if none.
+    """Return a line about an earlier call that ranks made from different source lines; an empty list if none is known.
 
     A backend may pair a call that only some ranks make with the others' next call, if both have the same kind
     and size. The first difference that nblaunch finds then comes too late. Ranks that often use different
@@ -268,7 +269,7 @@ def _other_lines(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> 
     shown = "; ".join(
         f"{formatting.ranks(ranks)} {text}" for text, ranks in formatting.ranks_by_text(texts).items()
     )
-    return [f"Before, ranks were on different lines in collective {begins[0]}: {shown}."]
+    return [f"Earlier, ranks called collective {begins[0]} from different lines: {shown}."]
 
 
 def _sides(disagreement: Disagreement) -> Sides:
@@ -290,10 +291,10 @@ def outside_majority(sides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def sides_in_words(texts: Mapping[int, str], calls: Mapping[int, Call]) -> tuple[str, tuple[int, ...]]:
-    """Return what each side does and where, the ranks at fault first, and these ranks; none if there is no majority.
+    """Describe what each side does and where, starting with the ranks at fault; also return these ranks, if any.
 
     Args:
-        texts: rank -> what it does; ranks with the same text are a side.
+        texts: rank -> what it does; ranks with the same text form a side.
         calls: rank -> its call.
     """
     sides = formatting.ranks_by_text(texts)
@@ -338,7 +339,7 @@ def num_batches(ranks: Iterable[int], calls: Mapping[int, RankCalls], steps: Map
 
 
 def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[int, int]) -> list[str]:
-    """Return a line for each side that left a loop while another side is still in it."""
+    """Return a line for each side that has left a loop that another side is still in."""
     lines = []
     for ranks, calls in sides:
         if any(condition_of(call) for call in calls):
@@ -353,7 +354,7 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
                 after = f" after {formatting.count(num_taken, 'batch')}" if num_taken is not None else ""
                 text = f"{formatting.ranks(ranks)} left the loop on line {loop.first}{after}"
                 wait = "waits" if len(others) == 1 else "wait"
-                lines.append(f"{text}, in which {formatting.ranks(others)} still {wait}.")
+                lines.append(f"{text}, but {formatting.ranks(others)} still {wait} in it.")
     return lines
 
 
@@ -423,7 +424,7 @@ def group_name(group: Group) -> str:
 
 
 _RATES = (
-    "Replicas of a model must take equal steps: give the optimizers of all ranks the same learning rate, and step "
+    "Replicas of a model must take equal steps: give the optimizers on all ranks the same learning rate, and step "
     "their schedulers the same number of times."
 )
 _ORDER = "Every rank of a group must call the same collectives in the same order: look for a condition on the rank."

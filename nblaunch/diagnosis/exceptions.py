@@ -49,7 +49,7 @@ def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
     Causes, and exceptions in a group, also get their frames.
 
     Args:
-        failed: report of the worker.
+        failed: the worker's report.
         is_remote: whether the failure comes from another machine as text, so that its class is looked up by name.
     """
     error = _from_text(failed.info) if is_remote else _load(failed)
@@ -167,10 +167,10 @@ def is_of_rank(frame: FrameType) -> bool:
 
 
 def clear_launcher(error: BaseException) -> None:
-    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
+    """Clear the launcher's frames, which hold the function's arguments, in the tracebacks of ``error`` and its causes.
 
-    A rank's frames are not cleared, because they hold their variables only as text. The launcher's frames behind them
-    are cleared.
+    A rank's frames are not cleared, because they hold their variables only as text. The launcher's frames that called
+    them are cleared.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -273,7 +273,7 @@ def _is_raised_here(error: BaseException) -> bool:
 class HiddenLauncherFrames:
     """Context manager that hides nblaunch's frames from exceptions raised in its block.
 
-    The launcher's errors keep these frames in their traceback, for bug reports, but IPython shows only the line of the
+    The launcher's errors keep these frames in their traceback, for bug reports, but IPython shows only the line in the
     cell.
     """
 
@@ -310,7 +310,7 @@ def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) ->
     Args:
         error: the rebuilt exception.
         info: its text and frames, as sent by the worker.
-        notes: lines about rank, process, host, log and other ranks.
+        notes: lines about the rank, its process, its host, its log and the other ranks.
     """
     own_notes = _notes_of(error)
     before = error.__cause__ or error.__context__
@@ -364,7 +364,7 @@ class RemoteRendering:
 
     Args:
         info: its text and frames.
-        notes: lines below it.
+        notes: lines to show below it.
         cause_notes: notes of its cause.
     """
 
@@ -382,7 +382,7 @@ class RemoteRendering:
         return _fitting(shell, self._shown, make_traceback(frames), notes)
 
     def _shown(self, max_lines: int) -> BaseException:
-        """Return the exception to display. Its message and its cause's message have at most ``max_lines`` lines."""
+        """Return the exception to display; its message and its cause's together have at most ``max_lines`` lines."""
         cause = self.info.cause
         if cause is None:
             return _stand_in(self.info.type_name, self.info.message, max_lines)
@@ -448,7 +448,7 @@ def _entries(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _rebuilt(entries: Sequence[TracebackType]) -> TracebackType | None:
-    """Return a traceback of only these entries, outermost first."""
+    """Return a traceback with only these entries, outermost first."""
     result: TracebackType | None = None
     for entry in reversed(entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))

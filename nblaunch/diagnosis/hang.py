@@ -1,12 +1,12 @@
-"""Detection and description of hangs: which ranks wait for which.
+"""Detection and description of hangs: which ranks are waiting for which.
 
     HangDetector   progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
                    stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
     describe_hang  positions of all ranks as text, and what they mean together
 
-Nothing here sends signals or blocks. Processor time and output are not progress, because a thread of a hanging rank may
-compute or print. They only decide how certain the report is. A rank that makes no progress is checked three times, to
-distinguish a stack that never changes from one that does.
+Nothing here sends signals or blocks. Processor time and output do not count as progress, because a thread of a hung
+rank may still compute or print. They only affect how certain the report is. A rank that makes no progress is checked
+three times, to distinguish a stack that never changes from one that does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Progress:
     Args:
         signs: a tuple that changes with every sign of progress: see :func:`progress_of`.
         has_stepped: the rank has taken steps.
-        num_messages: number of lines of output, and of events other than metrics; these do not count as progress.
+        num_messages: number of output lines and of events other than metrics; these do not count as progress.
     """
 
     signs: tuple[object, ...]
@@ -69,8 +69,8 @@ class Finding:
 
     Args:
         hung: ranks that hang.
-        suspected: ranks that take no steps, but compute or print.
-        busy: ranks whose function uses the processor and does not wait for other ranks.
+        suspected: ranks that take no steps, but are computing or printing.
+        busy: ranks whose function is using the processor and is not waiting for other ranks.
     """
 
     hung: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Finding:
 class _Rank:
     progress: Progress
     moved_s: float
-    # Start of the current series of checks: the time of the last progress, or of the last verdict.
+    # Start of the current series of checks: when the rank last made progress, or the time of the last verdict.
     checks_from_s: float
     num_messages: int  # at checks_from_s
     num_started: int = 0
@@ -114,7 +114,7 @@ class _Rank:
         return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
 
     def is_idle(self, *, alone: bool) -> bool:
-        """Return whether all threads and processes of the rank are idle; with ``alone``, only the function's thread."""
+        """Return whether all its threads and processes are idle; with ``alone``, check only the function's thread."""
         (first_s, first), (last_s, last) = self.checks[0], self.checks[-1]
         before, after = (first.own_cpu_s, last.own_cpu_s) if alone else (first.all_cpu_s, last.all_cpu_s)
         if before is None or after is None:
@@ -123,7 +123,7 @@ class _Rank:
 
 
 class HangDetector:
-    """Detector of ranks that make no progress for ``timeout_s`` seconds; reports each hang of a rank once."""
+    """Detects ranks that make no progress for ``timeout_s`` seconds, and reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -140,7 +140,8 @@ class HangDetector:
         Args:
             now_s: ``time.monotonic()``.
             progress: progress of all ranks of the job, including those on other machines.
-            running: ranks of this machine whose function is running, or that are still sending states.
+            running: ranks on this machine whose function is running, or that are still sending their weights and
+                optimizer states.
         """
         for rank, shown in progress.items():
             state = self._ranks.get(rank)
@@ -157,7 +158,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return the seconds without progress of each running rank that is due for a check."""
+        """Return how long, in seconds, each running rank that is due for a check has gone without progress."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 
@@ -178,7 +179,7 @@ class HangDetector:
         if not any(state.num_started == len(_CHECKS_AT) for state in ranks.values()):
             return None
         if any(state.checks and state.is_importing for state in ranks.values()):
-            for rank, state in ranks.items():  # including ranks that may wait for the importing rank
+            for rank, state in ranks.items():  # including ranks that may be waiting for the importing rank
                 state.restart_checks(now_s, self._num_messages.get(rank, 0))
             return None
         moved_s = max(state.moved_s for state in self._ranks.values())  # of any rank of the job
@@ -207,7 +208,10 @@ class HangDetector:
     ) -> Finding | None:
         """Return the finding unless all of it has been reported."""
         if any(state.checks and state.position.is_long_work for state in self._running_ranks()):
-            hung, suspected = [], [*hung, *suspected]  # the others wait for the rank that compiles or saves
+            hung, suspected = (
+                [],
+                [*hung, *suspected],
+            )  # the others are waiting for the rank that is compiling or saving
         is_new = any(not self._ranks[rank].was_reported for rank in hung) or any(
             not (self._ranks[rank].was_suspected or self._ranks[rank].was_reported) for rank in suspected
         )
@@ -255,7 +259,7 @@ def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messag
 
 
 def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
-    """Return lines with the positions of all ranks; equal positions share a line.
+    """Return lines with the positions of all ranks; ranks at the same position share a line.
 
     Args:
         positions: rank -> position, for running ranks.
@@ -291,7 +295,7 @@ def describe_hang(
     Args:
         positions: rank -> position, for ranks that make no progress.
         steps: rank -> number of batches so far.
-        gone: rank whose function has ended -> how: ``returned from the function``.
+        gone: rank whose function has ended -> how it ended, such as ``returned from the function``.
         busy: ranks that use the processor.
         is_explained: the recorded collectives already explain the hang.
     """
@@ -301,11 +305,11 @@ def describe_hang(
 
 
 def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that the others wait for (empty if all wait), and a sentence about what happened.
+    """Return the ranks that the others are waiting for (empty if all are waiting), and a sentence about what happened.
 
     Args:
         positions: rank -> position, for running ranks.
-        candidates: ranks whose function is running, at least one.
+        candidates: ranks whose function is running (at least one).
     """
     waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]
     absent = [rank for rank in candidates if rank not in waiting]
@@ -335,7 +339,7 @@ def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone
     taken = {rank: steps[rank] for rank in waiting if rank in steps}
     if len(set(taken.values())) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(taken.items()))
-        return f"The ranks have taken unequal numbers of batches ({counts})."
+        return f"The ranks have processed different numbers of batches ({counts})."
     if len({(position.waiting_in, position.where) for position in waiting.values()}) > 1:
         return "The ranks are in different collectives: every rank must call the same ones in the same order."
     return ""

@@ -1,4 +1,4 @@
-"""Finds, within seconds, ranks that wait for a thread that their process does not have, or for a reader of a queue.
+"""Quickly finds ranks that are waiting for a thread that their process does not have, or for a reader of a queue.
 
 A forked worker has none of the kernel's threads. If its code waits for a task in a pool that a cell started, or for a
 thread that fills a queue, it waits forever. Threads of one worker can also wait for each other. The detector needs no
@@ -10,8 +10,8 @@ but another rank, or another process or thread of the kernel, might. The wait ma
 a note with the line.
 
     WaitDetector      processes -> observe() -> the kinds of new waits
-    is_confirmed      a kind and the rank's stack -> whether the rank waits like this
-    explain, advice   what the ranks wait for, and what to do
+    is_confirmed      a kind and the rank's stack -> whether the rank is waiting in this way
+    explain, advice   what the ranks are waiting for, and what to do
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class WaitKind(enum.Enum):
     """What a rank waits for; the value is the number of seconds after which the wait counts."""
 
     THREAD = 1.0
-    """A thread of its own process; all of them sleep. Before that time, threads of a pool may still be taking turns, or
-    a signal may be on its way.
+    """A thread of its own process, whose threads are all sleeping. Until the wait counts, threads in a pool may still
+    be taking turns, or a signal may be on its way.
     """
     THREAD_PERHAPS = 1.5
-    """The same, but other threads, such as gloo's, wait for clocks or sockets."""
+    """The same, but other threads, such as gloo's, are waiting for clocks or sockets."""
     READER = 2.0
-    """A process that reads from a pipe or releases a semaphore, which the kernel also has."""
+    """A process that reads from a pipe, or releases a semaphore, that the rank shares with the kernel."""
 
 
 _AWAITED = (
@@ -64,7 +64,7 @@ _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 
 
 class WaitDetector:
-    """Finds ranks that have waited for a long time, and returns each wait only once.
+    """Finds ranks that have been waiting for a long time, and returns each wait only once.
 
     A check of a running rank reads only one small file.
     """
@@ -112,11 +112,12 @@ def _wait_of(pid: int) -> tuple[WaitKind, Waits | None]:
 
 
 def is_confirmed(kind: WaitKind, position: Position) -> bool:
-    """Return whether the stack of a rank shows this kind of wait.
+    """Return whether a rank's stack shows this kind of wait.
 
-    A rank in a collective waits for other ranks, whatever its threads do. A rank that perhaps waits for a thread must
-    wait for a Python thread and have no other Python thread; it may have native threads. A rank that waits for a reader
-    must be in ``put()``, ``send()`` or ``join()`` of a queue or pipe.
+    A rank in a collective is waiting for other ranks, whatever its threads are doing. If a rank is only perhaps waiting
+    for a thread, its stack must show a wait for a Python thread, and it must have no other Python thread; native
+    threads are allowed. A rank that is waiting for a reader must be in the ``put()``, ``send()`` or ``join()`` method
+    of a queue or pipe.
     """
     inner = frames_inside_user_code(position)
     if kind is WaitKind.READER:
@@ -135,7 +136,7 @@ def explain(positions: Mapping[int, Position]) -> list[str]:
     """Return a line for each kind of wait for a thread.
 
     Args:
-        positions: rank -> position, for ranks that wait forever.
+        positions: rank -> position, for ranks that will wait forever.
     """
     awaited = {rank: _awaited(position) for rank, position in positions.items()}
     return [
@@ -161,12 +162,12 @@ def explain_threads_of_libraries(positions: Iterable[Position]) -> list[str]:
 
 
 def advice(start_method: str) -> str:
-    """Return the advice for ranks that wait forever; it depends on the start method of the workers."""
+    """Return the advice for ranks that will wait forever; it depends on the workers' start method."""
     return _FORKED if start_method == "fork" else _FRESH
 
 
 def explain_full_queues(ranks: Iterable[int]) -> str:
-    """Return a message that names the ranks that wait for a reader, and says what to do."""
+    """Return a message that names the ranks that are waiting for a reader and says what to do."""
     return _FULL.format(formatting.ranks(ranks))
 
 
@@ -176,18 +177,18 @@ _FORKED = (
     "start_method='forkserver'."
 )
 _FRESH = (
-    "Every thread of the worker waits for another thread. Look for a lock that the function acquires twice, or a "
+    "Every thread of the worker is waiting for another thread. Look for a lock that the function acquires twice, or a "
     "queue that nothing fills."
 )
 _FULL = (
-    "{} can't put a value into a queue or pipe that a cell created: it is full, and no process reads it. The kernel "
-    "does not read while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() "
-    "without a size, which the kernel can read after the launch."
+    "{} can't put a value into a queue or pipe that a cell created: it is full, and no process is reading from it. "
+    "The kernel does not read while it waits for the launch. Return the value instead, or put it into a "
+    "multiprocessing.Queue() without a size, which the kernel can read after the launch."
 )
 
 
 def _awaited(position: Position) -> str:
-    """Return what a rank waits for, judging by the outermost library function that the user's code has called."""
+    """Return what a rank is waiting for, judging by the outermost library function that the user's code has called."""
     for frame in reversed(frames_inside_user_code(position)):
         for part, what in _AWAITED:
             if part in frame.filename:

@@ -1,4 +1,4 @@
-"""Evidence that host memory ran out: the host's memory, counters of its control group, the workers' memory."""
+"""Evidence that host memory ran out: the host's memory, the control group's counters, and the workers' memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KILLED_CHILD = re.compile(
     r"is killed by signal|\) exited unexpectedly|terminated abruptly|unexpectedly terminated|"
     r"died with <Signals\.SIGKILL"
 )
-"""Messages of torch's DataLoader, ``concurrent.futures``, joblib and ``subprocess`` about a killed process."""
+"""Messages from torch's DataLoader, ``concurrent.futures``, joblib and ``subprocess`` about a killed process."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class MemoryFacts:
 
     Args:
         available: bytes that can still be allocated within the tightest limit; None if unknown.
-        limit: limit of the control group, or else the memory of the host; None if unknown.
-        oom_kills: number of processes of this control group that Linux's OOM killer has killed so far.
+        limit: the control group's limit, or the host's memory if the group has none; None if unknown.
+        oom_kills: number of processes in this control group that Linux's OOM killer has killed so far.
         shm_used: used bytes in /dev/shm.
         shm_size: size of /dev/shm.
     """
@@ -44,7 +44,7 @@ class MemoryFacts:
 
 
 def read_facts() -> MemoryFacts:
-    """Return the current facts, from a few small files."""
+    """Return the current facts, read from a few small files."""
     limit, available = limit_and_available()
     shm_used, shm_size = _shm()
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
@@ -131,7 +131,7 @@ def _advice(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
         host = f" on a host with {formatting.size(before.limit)}" if before.limit else ""
         return (
             f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: "
-            "build it once in a cell and pass it, notebook_launcher(train, (model,)), so that it is in "
+            "build it once in a cell and pass it as in notebook_launcher(train, (model,)), so that it is in "
             "memory only once."
         )
     return (
@@ -140,7 +140,7 @@ def _advice(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
 
 
 def shm_line(facts: MemoryFacts) -> str:
-    """Return a line about /dev/shm if it is nearly full; empty otherwise."""
+    """Return a line about /dev/shm if it is nearly full; an empty string if it is not."""
     if facts.shm_size and facts.shm_used > 0.9 * facts.shm_size:
         used = f"{formatting.size(facts.shm_used)} of {formatting.size(facts.shm_size)}"
         return (
@@ -151,7 +151,7 @@ def shm_line(facts: MemoryFacts) -> str:
 
 
 def _oom_kills() -> int:
-    """Return the number of processes of this control group that the OOM killer has killed.
+    """Return the number of processes in this control group that the OOM killer has killed.
 
     Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill).
     """

@@ -32,12 +32,12 @@ class RemoteFailures:
     """Failures of workers on other nodes, except those that another failure caused.
 
     Args:
-        labels: rank -> label of its node, for all ranks of other nodes.
+        labels: rank -> label of its node, for all ranks on other nodes.
         failed: ranks whose function raised an exception.
         exits: ranks whose process ended without an exception, and when.
         returned: ranks whose function returned.
         lost: rank -> why its node was lost, as a sentence; one rank for each lost node.
-        wants_restart: the set of nodes changes, so all workers restart although none has failed.
+        wants_restart: the set of nodes is changing, so all workers must restart although none has failed.
         advice: what to do about a lost node; if empty, the advice is to look at the output of its launcher.
     """
 
@@ -51,7 +51,7 @@ class RemoteFailures:
 
     @property
     def has_cause(self) -> bool:
-        """Whether a failure on another node explains why workers of this node stopped."""
+        """Whether a failure on another node explains why workers on this node stopped."""
         return bool(self.failed or self.exits or self.lost)
 
 
@@ -76,7 +76,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence, from a rank's machine, of why the rank failed, as lines of text.
+    """Evidence from a rank's machine about why the rank failed, as lines of text.
 
     Args:
         memory: evidence that memory ran out.
@@ -96,7 +96,7 @@ class AttemptReport:
         sent_states: rank -> argument path of a module or optimizer -> its state, which the rank has sent.
         interruptions: ranks whose function ended because of the user's interrupt.
         failed: ranks whose function raised, in order of arrival.
-        exits: exit status of each process of this node, and when it was seen.
+        exits: exit status of each process on this node, and when its exit was seen.
         signalled: rank -> time of the launcher's first signal to it.
         interrupted: the user interrupted the job before any rank failed and before all ranks had delivered their
             values, and not all ranks returned afterwards.
@@ -105,15 +105,15 @@ class AttemptReport:
         last_readings: last readings of the board.
         memory: the host's memory during the attempt.
         epochs: the most recent ends of epochs on any rank, oldest first.
-        host_memory: rank -> last sample with its peak, for ranks of this node.
+        host_memory: rank -> last sample with its peak, for ranks on this node.
         kept: ranks that keep running for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang that made the launcher stop the job; None otherwise.
         remote: failures of ranks on other nodes.
         places: rank -> label of its node, if an engine has started it; empty on one machine.
-        evidence: rank -> evidence from its own node about its death or failure, if an engine has started it.
+        evidence: rank -> evidence from its own node about its death or failure, if an engine has started the node.
         disagreement: calls that must agree but do not; None if no difference is known.
-        calls: rank -> its last collectives, for ranks of this node.
+        calls: rank -> its last collectives, for ranks on this node.
         is_script: whether the function is a script, which chooses its own exit code.
     """
 
@@ -141,7 +141,7 @@ class AttemptReport:
     is_script: bool = False
 
     def add(self, event: Event) -> None:
-        """Record an event of a rank. Only the first value, failure and exit of each rank count."""
+        """Record a rank's event. Only the first value, failure and exit of each rank count."""
         rank = event.rank
         if isinstance(event, Returned):
             self.returned.setdefault(rank, event)

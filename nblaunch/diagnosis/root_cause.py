@@ -14,9 +14,10 @@ _MEANINGS = {
     "SIGKILL": "It was killed from outside, usually by the system's OOM killer (see dmesg). Use less memory "
     "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host "
     "with more.",
-    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
-    "stack names the library: update the library, or run the function with num_processes=1 to find the cause.",
-    "SIGBUS": "A mapped file ended early; in containers usually because /dev/shm is full. Enlarge it "
+    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. The "
+    "process's Python stack names the library: update the library, or run the function with num_processes=1 to find "
+    "the cause.",
+    "SIGBUS": "A mapped file ended early; in containers, this is usually because /dev/shm is full. Enlarge it "
     "(docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
     "SIGABRT": "Native code aborted. Its message is in the last lines or in the complete log; with "
     "NCCL_DEBUG=INFO in the environment, NCCL prints more.",
@@ -25,7 +26,7 @@ _MEANINGS = {
 }
 
 _UNKNOWN_STATUS = (
-    "Other code in this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN "
+    "Other code in this process took the worker's exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN "
     "while workers ran), so the signal or exit code is lost. Look in the complete log, and remove that code "
     "from the notebook."
 )
@@ -57,7 +58,7 @@ class RootCause:
 
 
 def find_root_cause(report: AttemptReport) -> RootCause | None:
-    """Return the earliest failure that no other failure explains, else the earliest of all.
+    """Return the earliest failure that no other failure explains; if there is none, the earliest of all.
 
     Returns:
         None if every rank finished or was stopped by the launcher.

@@ -16,7 +16,7 @@ from nblaunch.events import Event, Hint, Note, Observation
 from nblaunch.user_code import cell_name
 
 _GATHER_S = 1.0
-"""Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
+"""Seconds to hold back a rank's observation until other ranks have sent theirs, so that one message names them all."""
 
 _GATHER_WRITES_S = 5.0
 """How many seconds to hold back observations of a file that several ranks write."""
@@ -41,7 +41,7 @@ _NEEDS_ALL = (
     "finally",
 )  # inconclusive before all ranks have sent their observations
 _MIN_SHARED = 8
-"""Number of samples of one rank that another rank must have read as well."""
+"""Number of one rank's samples that another rank must have read as well."""
 
 _TOLERANCE = 1e-3
 """Largest relative difference between numbers that still count as equal; devices round differently."""
@@ -69,7 +69,7 @@ class SilentErrors:
         self._hints: list[str] = []  # names of the checks that gave hints
 
     def receive(self, observation: Event) -> None:
-        """Process an observation of a rank; ignore other events."""
+        """Process a rank's observation; ignore other events."""
         if not isinstance(observation, Observation) or observation.check in self._reported:
             return
         if observation.judged_by not in self._scope:
@@ -209,9 +209,7 @@ def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks whose values differ from the majority's; all ranks if there is no majority; none if all values
-    are equal.
-    """
+    """Return the ranks that differ from the majority; all ranks without a majority, and none if all agree."""
     groups: list[list[int]] = []
     for rank in sorted(by_rank):
         value = by_rank[rank].value

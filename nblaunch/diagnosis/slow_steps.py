@@ -38,9 +38,9 @@ class StepTimes:
         num_steps: number of steps.
         period_s: total duration of the steps, in seconds.
         seconds: seconds by kind, without nested spans of other kinds.
-        counts: number of spans by kind; for garbage collections, number of steps with one.
+        counts: number of spans by kind; for garbage collections, the number of steps that contain one.
         evaluated_s: seconds spent in evaluations, including nested spans.
-        num_workers: worker processes of the last loader.
+        num_workers: number of the last loader's worker processes.
         elements: mean size of a batch; 0 if it was not measured.
         saved_bytes: total bytes saved.
         batches: number of evaluation batches.
@@ -59,7 +59,7 @@ class StepTimes:
     collective: str = "collective"
 
     def share(self, kind: SpanKind) -> float:
-        """Return the fraction of the time, 0 to 1."""
+        """Return the fraction of the time spent on one kind of activity, 0 to 1."""
         return self.seconds.get(kind, 0.0) / self.period_s
 
     def per_step_s(self, kind: SpanKind) -> float:
@@ -68,7 +68,7 @@ class StepTimes:
 
     @property
     def own_s(self) -> float:
-        """Seconds that a step spends in the user's code and the forward pass, excluding waits for other ranks."""
+        """Mean seconds per step in the user's code and the forward pass, excluding waits for other ranks."""
         return (self.period_s - sum(self.seconds.values())) / self.num_steps
 
 
@@ -81,7 +81,7 @@ class Neighbour:
         name: name of its program.
         use: fraction of the processor, 0 to 1, that this process and ``num_more`` others use together.
         is_pinned: whether it or the rank may run only on this processor.
-        num_more: number of other pinned processes there.
+        num_more: number of other pinned processes on this processor.
     """
 
     pid: int
@@ -123,7 +123,7 @@ class Processors:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that are the same for all ranks of a machine.
+    """Facts that are the same for all ranks on a machine.
 
     Args:
         num_processors: processors that the ranks may use.
@@ -159,7 +159,7 @@ class Cause:
 
 
 def step_times(spans: Sequence[Span]) -> StepTimes | None:
-    """Return how a rank spent the time of its steps; None if there are too few steps.
+    """Return how a rank spent its time during its steps; None if there are too few steps.
 
     Args:
         spans: spans of the rank.
@@ -225,9 +225,9 @@ def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
     """Return the most important cause; None if no cause of slow steps is known.
 
     Args:
-        times: rank -> how it spent its steps, over about the same time.
+        times: rank -> how it spent its time, over about the same period for all ranks.
         uses: rank -> its processor time in that period.
-        machine: machine of these ranks.
+        machine: the machine on which these ranks run.
     """
     if not times or any(spent.period_s / spent.num_steps < _MIN_STEP_S for spent in times.values()):
         return None
@@ -400,7 +400,7 @@ def _long_batches(times: Times, uses: Uses) -> Cause | None:
     size, usual = median(sizes[rank] for rank in slow), median(sizes[rank] for rank in others)
     return Cause(
         "batches", tuple(slow),
-        f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} vs. {usual:,.0f} "
+        f"batches on {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} vs. {usual:,.0f} "
         "elements), so the others wait: distribute samples by length",
     )  # fmt: skip
 

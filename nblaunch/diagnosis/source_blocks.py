@@ -1,4 +1,4 @@
-"""Source around a line of user code: its loop, and the condition on the rank that guards it."""
+"""Source around a line of user code: the loop around it, and the rank-dependent condition that guards it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loop:
         return filename == self.filename and self.first <= line <= self.last
 
     def is_left_at(self, places: Iterable[tuple[str, int]]) -> bool:
-        """Return whether a rank has left the loop, judged only by lines of the loop's function.
+        """Return whether a rank has left the loop, judging only by lines in the loop's function.
 
         Args:
             places: files and lines of the rank's stack or of part of it.
@@ -87,7 +87,7 @@ def _called_by(function: ast.AST | None) -> set[str]:
 
 
 def condition_on_rank(filename: str, line: int) -> str:
-    """Return the condition that lets only some ranks reach a line, such as ``if rank == 0``; empty if there is none."""
+    """Return the condition, such as ``if rank == 0``, that lets only some ranks reach a line; empty if none does."""
     for node in reversed(list(_around(filename, line))):
         if isinstance(node, (ast.If, ast.While)) and _is_in(node.body, line):
             word, test = ("if", node.test) if isinstance(node, ast.If) else ("while", node.test)
@@ -103,7 +103,7 @@ def condition_on_rank(filename: str, line: int) -> str:
             ]
             if decorators:
                 return f"@{decorators[0]}"
-            return ""  # conditions around a definition do not guard its calls
+            return ""  # conditions around a definition do not guard calls to it
         else:
             continue
         text = ast.unparse(test)

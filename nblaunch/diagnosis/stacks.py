@@ -91,11 +91,11 @@ class Position:
 
     Args:
         where: the user's innermost line, such as ``cell 5, line 9 in train: while not ready``.
-        waiting_in: the collective that it has entered, such as ``all_reduce``; empty if none.
-        is_long_work: it compiles, or writes or reads a checkpoint.
+        waiting_in: the collective that it has entered, such as ``all_reduce``; empty if there is none.
+        is_long_work: it is compiling, or is writing or reading a checkpoint.
         stack: frames of the thread that runs the function, innermost first.
-        is_importing: it imports a library.
-        num_threads: number of Python threads of the process; None if the process did not answer.
+        is_importing: it is importing a library.
+        num_threads: number of Python threads in the process; None if the process did not answer.
     """
 
     where: str
@@ -107,7 +107,7 @@ class Position:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether it is waiting for other ranks."""
         return self.waiting_in not in ("", _DATA_LOADER)
 
     @property
@@ -134,7 +134,7 @@ class StackDump:
     Args:
         pids: rank -> process, for ranks that have sent ``Started``; the signal kills a process without
             the handler.
-        paths: rank -> file that its faulthandler writes.
+        paths: rank -> file that its faulthandler writes to.
     """
 
     def __init__(self, pids: Mapping[int, int], paths: Mapping[int, Path]) -> None:
@@ -179,7 +179,7 @@ class StackDump:
             with path.open("rb") as file:
                 file.seek(self._offsets[rank])
                 position = position_of(file.read().decode(errors="replace"))
-        except OSError as error:  # the log folder may be deleted while the job runs
+        except OSError as error:  # the log folder may be deleted while the job is running
             return Position(f"{_NO_REPLY}{path} can't be read: {error.strerror}")
         if position is None:
             problem = files.growth_problem(path, _STACK_BYTES)
@@ -279,7 +279,7 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
         if frame.filename.endswith("/torch/autograd/graph.py"):
             return "backward"
     if inner and _HOOKS_FILE in inner[-1].filename:
-        return "Work.wait"  # of an asynchronous collective, which the user's code calls itself
+        return "Work.wait"  # the user's code itself waits for an asynchronous collective
     return ""
 
 

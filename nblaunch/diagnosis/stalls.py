@@ -1,11 +1,11 @@
-"""Ranks that wait for each other although their calls agree: which rank is missing, arrived alone, or left a loop.
+"""Ranks that are waiting for each other although their calls agree: one is missing, arrived alone, or left a loop.
 
     rank 0   ... 40 41          waits in all_reduce, number 41
     rank 1   ... 40  returned   left the loop after 22 batches
 
-Each rank gets an activity: the call that it waits in, or its position if it does not wait for other ranks. If most
-ranks have the same activity, the others are considered to be at fault. A majority is not proof, so the text says what
-each side does.
+Each rank is assigned an activity: the call that it is waiting in, or its position if it is not waiting for other ranks.
+If most ranks have the same activity, the others are considered to be at fault. A majority is not proof, so the text
+says what each side does.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Activity:
 
     Args:
         kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"aborted"``, ``"unknown"``, or ``"waits"``.
-        call: the call that it waits in; None if the rank has not recorded it.
-        position: where the rank is in its code, if it has not recorded its call or does not wait.
+        call: the call that it is waiting in; None if the rank has not recorded the call.
+        position: where the rank is in its code, if it has not recorded its call or is not waiting.
         key: equal for ranks with the same activity.
-        left: how its function ended, if it has.
+        left: how its function ended, if it has ended.
     """
 
     kind: str
@@ -85,9 +85,9 @@ class Standing:
 
     Args:
         calls: rank -> its last calls.
-        left: rank whose function has ended -> how: ``returned from the function``.
+        left: rank whose function has ended -> how it ended, such as ``returned from the function``.
         positions: rank -> position in its code; None if the stacks were not collected.
-        steps: rank -> batches of its current loop over a prepared loader.
+        steps: rank -> number of batches so far in its current loop over a prepared loader.
         aborted: ranks that torch's backend has ended because data did not match.
     """
 
@@ -99,7 +99,7 @@ class Standing:
 
 
 def explain_stall(standing: Standing) -> Explanation | None:
-    """Return which rank is missing, and where; None if the recorded calls do not show it."""
+    """Explain which rank is missing, and where; return None if the recorded calls do not show it."""
     activities = {rank: _activity(standing, rank) for rank in sorted(standing.calls)}
     recorded = {rank: activity for rank, activity in activities.items() if activity.kind != "unknown"}
     by_key: dict[tuple[object, ...], dict[int, _Activity]] = {}
@@ -125,7 +125,7 @@ def explain_stall(standing: Standing) -> Explanation | None:
 
 
 def waits_for_finished(standing: Standing) -> bool:
-    """Return whether all running ranks wait, and one of them for a call that a finished rank will never make."""
+    """Return whether all running ranks are waiting, one of them for a call that a finished rank will never make."""
     positions = standing.positions or {}
     finished = [standing.calls[rank] for rank in standing.left if rank in standing.calls]
     if not all(at.waits_for_ranks for at in positions.values()):
@@ -145,7 +145,7 @@ def _never_makes(gone: RankCalls, call: Call | None) -> bool:
     numbers = [
         made.number for made in gone.calls if made.is_collective and made.site.group == call.site.group
     ]
-    has_all = bool(numbers) or gone.num_calls == len(gone.calls)  # the others were overwritten
+    has_all = bool(numbers) or gone.num_calls == len(gone.calls)  # otherwise, some were overwritten
     return has_all and call.number > max(numbers, default=0)
 
 
@@ -162,7 +162,7 @@ def _activity(standing: Standing, rank: int) -> _Activity:
         last = standing.calls[rank].last
         if position.waiting_in in _SET_UP:
             call = last if last is not None and last.site.kind == NEW_GROUP else None
-            last = None  # it waits in this call, or in one that is not recorded
+            last = None  # it is waiting in this call, or in one that is not recorded
         if call is None and last is not None and last.site.kind == FORWARD:
             call = last  # forward broadcasts buffers
         if call is None:
@@ -203,7 +203,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside the majority; if there is none, ranks whose call is conditional, else busy ranks."""
+    """Return the ranks outside the majority; without one, ranks with a conditional call; failing these, busy ranks."""
     of_groups = [side for side in sides if _absent(side)]
     minority = outside_majority([side.ranks for side in sides])
     if of_groups and minority != _ranks_of([side for side in sides if side.kind == "returned"]):
@@ -222,11 +222,11 @@ def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
 
 
 def _faulty_in_groups(sides: Sequence[_Side], of_groups: Sequence[_Side]) -> tuple[int, ...]:
-    """Return the ranks at fault if some wait in a smaller group; ranks outside the group do not count.
+    """Return the ranks at fault if some are waiting in a smaller group; ranks outside the group do not count.
 
     Args:
         sides: all sides.
-        of_groups: sides that wait in a collective of a smaller group, or for a new group.
+        of_groups: sides that are waiting in a collective of a smaller group, or for a new group.
     """
     blocked = _ranks_of(of_groups)
     waiting = _ranks_of([side for side in sides if side.kind == "waits"])
@@ -243,7 +243,7 @@ def _faulty_in_groups(sides: Sequence[_Side], of_groups: Sequence[_Side]) -> tup
 
 
 def _absent(side: _Side) -> set[int]:
-    """Return the members of a smaller group that have not made the call in which a side waits."""
+    """Return the members of a smaller group that have not made the call in which a side is waiting."""
     call = side.calls[0] if side.kind == "waits" and side.calls else None
     group = (
         call.site.group if call is not None and (call.is_collective or call.site.kind == NEW_GROUP) else None
@@ -357,7 +357,7 @@ def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
 
 
 def _new_groups(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
-    """Explain that ranks create groups in different orders, if all members of a new group wait for each other."""
+    """Explain that ranks create groups in different orders, if a new group's members are all waiting for each other."""
     if not any(side.calls and side.calls[0].site.kind == NEW_GROUP and not _absent(side) for side in sides):
         return None
     by_rank = {
@@ -374,7 +374,7 @@ def _new_groups(standing: Standing, sides: Sequence[_Side]) -> Explanation | Non
 
 
 def _missing_members(sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that members of a smaller group have not made the call in which its other members wait."""
+    """Explain that members of a smaller group have not made the call in which its other members are waiting."""
     for side in sides:
         missing = sorted(_absent(side))
         others = [other for other in sides if other is not side]

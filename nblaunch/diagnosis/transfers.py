@@ -1,10 +1,10 @@
-"""Explains why ranks wait in ``send`` or ``recv``: a peer does not take part, or ranks wait for each other.
+"""Explains why ranks are waiting in ``send`` or ``recv``: a peer takes no part, or they are waiting for each other.
 
     rank 0   recv from 1                          rank 1 has not called send
     rank 1   barrier
 
-A rank may wait for several transfers at the same time (``batch_isend_irecv``): its last transfers, if they
-were called on the same line. To find out whether a peer has called the other half, both ranks' transfers are
+A rank may be waiting for several transfers at the same time (``batch_isend_irecv``). These are its last transfers, if
+they were called on the same line. To find out whether a peer has called the other half, both ranks' transfers are
 counted. This is possible only while every call of both ranks is still recorded.
 """
 
@@ -47,7 +47,7 @@ def explain_transfers(
 
     Args:
         calls: rank -> its last calls.
-        waiting: ranks that wait in their last call.
+        waiting: ranks that are waiting in their last call.
         states: rank -> what it is doing, as text after its name: ``waits in barrier (cell 5, line 7)``.
     """
     waits = [wait for rank in sorted(waiting) for wait in _unmatched(rank, calls)]
@@ -70,7 +70,7 @@ def explain_transfers(
 
 
 def _unmatched(rank: int, calls: Mapping[int, RankCalls]) -> list[_Wait]:
-    """Return the transfers that a rank is waiting for and whose other half, as far as known, is missing."""
+    """Return the transfers that a rank is waiting for and whose other half, as far as is known, is missing."""
     last = calls[rank].last if rank in calls else None
     if last is None or last.site.kind not in POINT_TO_POINT:
         return []
@@ -88,7 +88,7 @@ def _unmatched(rank: int, calls: Mapping[int, RankCalls]) -> list[_Wait]:
             continue
         balance = _balance(rank, call, calls)
         if balance is None:
-            if is_one:  # it waits in this one
+            if is_one:  # it is waiting in this one
                 waits.append(_Wait(rank, peer, call))
         elif balance > 0 and not any(wait.call.site == call.site for wait in waits):
             waits.append(_Wait(rank, peer, call))
@@ -136,7 +136,7 @@ def _unequal(calls: Mapping[int, RankCalls], waiting: Collection[int]) -> Explan
             continue
         halves = [_Wait(rank, last.site.root, last), _Wait(last.site.root, rank, theirs[len(mine) - 1])]
         text = "; ".join(f"rank {half.rank} {half.text} ({place(half.call)})" for half in halves)
-        return Explanation(f"transfer {len(mine)} between them: {text}", advice=_SIZES)
+        return Explanation(f"transfer {len(mine)} between these ranks: {text}", advice=_SIZES)
     return None
 
 
@@ -145,7 +145,7 @@ def _content(call: Call) -> tuple[str, int]:
 
 
 def _circle(first: _Wait, by_rank: Mapping[int, _Wait]) -> list[_Wait]:
-    """Return waits that form a circle, in which each is for the next one's rank; empty if there is none."""
+    """Return waits that form a cycle, in which each wait is for the next one's rank; empty if there is none."""
     path = [first]
     while (following := by_rank.get(path[-1].peer)) is not None:
         if following.rank == first.rank:
@@ -170,7 +170,7 @@ def _sentence(wait: _Wait) -> str:
 
 
 _MAX_SHOWN = 4
-_MISSING = "Each recv needs a send of its peer, with the same group and tag, and each send a recv."
+_MISSING = "Each recv needs a send from its peer, with the same group and tag, and each send needs a recv."
 _SIZES = "A recv needs a tensor of the same type and size as its send."
 _TAGS = "A send and its recv need the same tag."
 _CIRCLE = (

@@ -15,8 +15,8 @@ In the launching process:
       coordinator.py     watches one attempt on all nodes; copies the ranks' logs
       link.py            the coordinator's view of a node; a query for the stacks of ranks on several nodes
     kept_nodes.py        Nodes: the machines that an engine keeps between launches
-      command_engines.py engines that start nodes with a command: processes here, hosts over ssh, nodes of Slurm
-      ray.py             nodes of a Ray cluster
+      command_engines.py engines that start nodes with a command: processes here, hosts over ssh, Slurm nodes ray.py
+      nodes of a Ray cluster
         ray_driver.py    the process that is connected to the cluster; its messages
         ray_actor.py     runs on each node and moves bytes
 
@@ -24,13 +24,13 @@ On each node:
 
     node.py              the entry point of the node program; if nodes are kept between launches, forks a child per job
       node_program.py    loads the call, runs attempts
-      uplink.py          exchanges data with the coordinator while ranks run
+      uplink.py          exchanges data with the coordinator while ranks are running
 
 On both sides:
 
     channel.py           sealed messages over pipes
     messages.py          the messages
-    agreements.py        the step at which ranks of all nodes end
+    agreements.py        the step at which ranks on all nodes end
     collectives.py       recorded collectives of the ranks on all nodes
     shipping.py          sends the user's modules and variables; lists packages that nodes must have
 
@@ -136,7 +136,7 @@ class Engine(ABC):
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
         """Start the program on at least ``wanted.spec.min_nodes`` machines, and on up to ``max_nodes``.
 
-        The job calls this again after a node was lost, once all handles are closed.
+        The job calls this again after a node has been lost, once all handles are closed.
 
         Raises:
             LaunchError: there are too few machines. The message lists the requested and the available ones.

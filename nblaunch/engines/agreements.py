@@ -24,7 +24,7 @@ _PATIENCE_S = {"check": 1.0, "step": 0.5}
 """Seconds that a rank may wait at the proposed check."""
 
 _SHARE = 0.75
-"""Share of the grace period after which an interrupt no longer waits for a common step."""
+"""Fraction of the grace period after which ranks are interrupted even without a common step."""
 
 _SLACK_S = 0.5
 """Additional seconds that the coordinator waits for a common step after an interrupt; nodes wait twice as many."""
@@ -108,7 +108,7 @@ class NodesAgreement:
             self._send(proposal)
 
     def give_up(self) -> None:
-        """Release ranks that wait at a proposed check, and announce to the nodes that this was the last proposal."""
+        """Release ranks waiting at a proposed check, and announce to the nodes that this was the last proposal."""
         self.is_over = True
         number = self._sent.number
         self._send(Proposal(self._subject, number, -number, is_last=True))

@@ -209,7 +209,7 @@ class Channel:
         return messages
 
     def wait_readable(self) -> None:
-        """Wait a moment until bytes arrive or queued bytes can be sent."""
+        """Wait briefly for bytes to arrive or for room to send queued bytes."""
         poller = select.poll()
         poller.register(self.reading_fd, select.POLLIN)
         if self._waiting and self.writing_fd != self.reading_fd:

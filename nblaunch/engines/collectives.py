@@ -106,8 +106,7 @@ def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], f
 
 
 class AllCalls:
-    """The coordinator's copy of the calls made by the ranks on all nodes. Implements
-    ``launcher.collective_watch.CallSource``.
+    """The coordinator's copy of all nodes' calls; implements ``launcher.collective_watch.CallSource``.
 
     Args:
         ask: asks all nodes for the calls of their ranks.
@@ -146,7 +145,7 @@ class AllCalls:
         return False
 
     def read(self) -> dict[int, RankCalls] | None:
-        """Ask all nodes; return the last calls once all have answered, None until then.
+        """Ask all nodes; return the last calls once all have answered, and None until then.
 
         A node that has not answered in time is asked again, because without its ranks, the wrong rank could be blamed.
         """
@@ -162,5 +161,5 @@ class AllCalls:
         return dict(sorted(self._calls.items()))
 
     def steps(self) -> dict[int, int]:
-        """Return the batches of each rank's current loop over a prepared loader."""
+        """Return the number of batches so far in each rank's current loop over a prepared loader."""
         return {reading.rank: reading.step for reading in self._readings()}

@@ -1,4 +1,4 @@
-"""Coordinator: supervises one attempt on all nodes, as the supervisor does for the ranks of one machine.
+"""Coordinator: supervises one attempt on all nodes, as the supervisor does for the ranks on one machine.
 
     nodes ── events, readings, logs, outboxes ──> one AttemptReport, over all ranks ──> listeners
           <── interrupts, end of ranks, proposals, stack queries ──
@@ -328,7 +328,7 @@ class Coordinator:
         self._send_all(Request("interrupt"))
 
     def _send_all(self, message: object) -> None:
-        if self._store_port is None:  # nodes without ranks do not listen yet
+        if self._store_port is None:  # nodes without ranks are not listening yet
             self._sent_before_start.append(message)
         for link in self._links:
             if not link.is_over:
@@ -341,7 +341,7 @@ class Coordinator:
             self._send_all(EndRanks())
 
     def _give_up_silent(self) -> None:
-        """Abandon nodes that are silent for too long, or whose ranks are still running after they were killed."""
+        """Abandon nodes that have been silent for too long, or whose ranks are still running after they were killed."""
         now = time.monotonic()
         for text in self._peers.check(now):
             self._note(text, "warning")
@@ -468,7 +468,7 @@ class Coordinator:
 
 
 class LogCopies:
-    """Copies of the ranks' logs in the job's folder, which are read like the logs of a single machine.
+    """Copies of the ranks' logs in the job's folder, which are read like logs on a single machine.
 
     Args:
         log: the logs of the job.
@@ -489,7 +489,9 @@ class LogCopies:
         """Append a part to the copy of a rank's log or stacks. A full disk does not end a job."""
         data = part.data
         if part.left_out:
-            gap = f"... {formatting.size(part.left_out)} of output are only in the file on its node ...\n"
+            gap = (
+                f"... {formatting.size(part.left_out)} of output is only in the file on the rank's node ...\n"
+            )
             data = b"\n" + gap.encode() + data
         path = self._paths[part.rank]
         if part.is_stacks:
@@ -536,7 +538,7 @@ def _places(links: Sequence[NodeLink]) -> list[Node]:
 
 
 def world_size(links: Sequence[NodeLink]) -> int:
-    """Return the number of ranks of these nodes."""
+    """Return the number of ranks on these nodes."""
     return sum(link.ready.num_processes for link in links if link.ready is not None)
 
 

@@ -22,7 +22,7 @@ _CLOSE_S = 3.0
 
 
 class Nodes:
-    """Machines that are kept between launches, so that only the first launch waits for Python and torch to start.
+    """Machines that are kept between launches, so that Python and torch have to start only for the first launch.
 
     On each machine a program imports torch and waits. Each launch forks a fresh process from it, so launches share
     nothing, and a function's changes do not persist. The machines are reserved from the first launch until
@@ -118,7 +118,7 @@ class KeptEngine(Engine):
     """An engine that keeps its nodes between launches, which use it one at a time.
 
     Args:
-        engine: starts them.
+        engine: the engine that starts the nodes.
     """
 
     keeps_nodes = True
@@ -136,7 +136,7 @@ class KeptEngine(Engine):
         """Reserve the nodes for a launch; return their engine, which the launch closes when it ends.
 
         Raises:
-            LaunchError: another launch uses the nodes, they were closed, or another process started them.
+            LaunchError: another launch is using the nodes, they were closed, or another process started them.
         """
         if os.getpid() != self._pid:  # their pipes are closed here
             raise LaunchError(
@@ -147,7 +147,7 @@ class KeptEngine(Engine):
             raise LaunchError("these nodes were closed; make new ones with Nodes(...)")
         if not self._in_use.acquire(blocking=False):
             raise LaunchError(
-                "another job runs on these nodes; wait for its result, or start this job on other Nodes(...)"
+                "another job is running on these nodes; wait for its result, or start this job on other Nodes(...)"
             )
         return self
 
@@ -179,7 +179,7 @@ class KeptEngine(Engine):
             self._engine.close()
             self._is_closed = self._is_retired
         self._in_use.release()
-        self._close_if_retired()  # if another thread has called retire() since
+        self._close_if_retired()  # if another thread has called retire() in the meantime
 
     def retire(self) -> None:
         """End the nodes immediately, or when the launch that uses them ends. In a forked process, leave them alone."""

@@ -40,7 +40,7 @@ _STACKS_S = 4.0
 """Time for nodes to collect their ranks' stacks; slightly longer than the maximum that they need."""
 
 _MIN_SHIFT_S = 0.05
-"""Clock difference below which times of the node are not converted."""
+"""Clock difference below which times from the node are not converted."""
 
 
 class NodeLink:
@@ -87,7 +87,9 @@ class NodeLink:
             try:
                 self.hello = schema.load(Hello, body)
             except ValueError as error:
-                raise LaunchError(f"{self.label} is not a node program of this version: {error}") from None
+                raise LaunchError(
+                    f"{self.label} is not running this version of the node program: {error}"
+                ) from None
             _check_versions(self.label, self.hello)
 
     def send_boot(self, boot: Boot, call_fd: int) -> None:
@@ -135,7 +137,7 @@ class NodeLink:
             self._handle.kill()
 
     def here(self, event: Event) -> Event:
-        """Return an event of this node with its time converted to this process's clock."""
+        """Return an event from this node with its time converted to this process's clock."""
         return replace(event, time_s=event.time_s - self._ahead_s) if self._ahead_s else event
 
     def time_here(self, time_s: float) -> float:
@@ -143,13 +145,13 @@ class NodeLink:
         return time_s - self._ahead_s
 
     def reading_here(self, reading: SlotReading) -> SlotReading:
-        """Return a reading of this node with times converted to this process's clock."""
+        """Return a reading from this node with times converted to this process's clock."""
         if not self._monotonic_ahead_s or not reading.step_time_s:
             return reading
         return replace(reading, step_time_s=reading.step_time_s - self._monotonic_ahead_s)
 
     def heartbeat_here(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Return a heartbeat of this node with the times of its readings converted to this process's clock."""
+        """Return a heartbeat from this node with the times of its readings converted to this process's clock."""
         if not self._monotonic_ahead_s:
             return heartbeat
         readings = tuple(map(self.reading_here, heartbeat.summary.readings))
@@ -171,7 +173,7 @@ class NodeLink:
     # --- its place -----------------------------------------------------------------------------------------------
 
     def as_node(self, node_rank: int, first_rank: int) -> Node:
-        """Return the node with its place in the world of an attempt."""
+        """Return the node with its place in an attempt."""
         assert self.ready is not None, "it has loaded the call"
         assert self.hello is not None, "it has loaded the call"
         return Node(
@@ -274,13 +276,13 @@ def _check_versions(label: str, hello: Hello) -> None:
     here = Hello.of_this_process()
     if hello.python != here.python:
         raise LaunchError(
-            f"{label} has Python {hello.python}, and this process {here.python}: neither can read functions that the "
-            "other pickled. Use the same minor version on all machines"
+            f"{label} has Python {hello.python}, but this process has {here.python}: neither can read functions "
+            f"that the other pickled. Use the same minor version on all machines"
         )
     if hello.nblaunch != here.nblaunch:
         raise LaunchError(
-            f"{label} has nblaunch {hello.nblaunch}, and this process {here.nblaunch}: install the same version on all "
-            "machines"
+            f"{label} has nblaunch {hello.nblaunch}, but this process has {here.nblaunch}: install the same version "
+            f"on all machines"
         )
 
 
@@ -293,7 +295,7 @@ def torch_notes(links: list[NodeLink]) -> list[str]:
     if not others:
         return []
     return [
-        f"nodes have a different torch from this process ({here}), so results may differ: {', '.join(others)}"
+        f"nodes have a different torch version from this process ({here}), so results may differ: {', '.join(others)}"
     ]
 
 

@@ -37,8 +37,7 @@ PART_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a node program, before it has a key: the versions that decide whether it can read the
-    call.
+    """A node program's first message, before it has a key: the versions that decide if it can read the call.
 
     Args:
         host: name of the machine.
@@ -202,8 +201,8 @@ class Ready:
         backend: name of the device family.
         start_method: how ranks start there.
         reason: reason for the start method.
-        fallback: why ranks are not forked there; empty otherwise.
-        num_threads: CPU threads of each rank.
+        fallback: why ranks are not forked there; empty if they are.
+        num_threads: number of CPU threads per rank.
         warnings: warnings of the plan.
     """
 
@@ -243,14 +242,14 @@ class ClockIs:
 
 @dataclass(frozen=True)
 class StoreOpened:
-    """The ranks' store listens on this port of the node."""
+    """The ranks' store is listening on this port of the node."""
 
     port: int
 
 
 @dataclass(frozen=True)
 class Replies:
-    """Replies of this node's ranks to a :class:`Proposal`: rank -> checks so far, and the reply."""
+    """Replies from this node's ranks to a :class:`Proposal`: rank -> number of checks so far, and the reply."""
 
     subject: Subject
     by_rank: Mapping[int, tuple[int, int]]
@@ -258,7 +257,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class Happened:
-    """Events of this node's ranks."""
+    """Events from this node's ranks."""
 
     events: tuple[Event, ...]
 
@@ -269,7 +268,7 @@ class LogPart:
 
     Args:
         is_stacks: whether the part belongs to the stacks file.
-        left_out: number of bytes before the part that stay only in the node's file.
+        left_out: number of bytes omitted just before the part; they are only in the node's file.
     """
 
     rank: int
@@ -296,7 +295,7 @@ class CallMarks:
     """Digests of some recent collectives of this node's ranks (``collectives.py``).
 
     Args:
-        digests: group and number -> digest; equal on all nodes.
+        digests: group and number -> digest; digests with the same key must be equal on all nodes.
         differ: whether the collectives of this node's ranks already differ.
     """
 
@@ -327,7 +326,7 @@ class AttemptOver:
     Args:
         signalled: rank -> time of the first signal to it.
         unkillable: rank -> a sentence about its process.
-        evidence: evidence from this machine about its failures.
+        evidence: evidence from this machine about its ranks' failures.
         last_readings: last readings of the ranks on this node.
         hang: a hang that this node detected with certainty, such as a deadlock of threads.
         calls: rank -> the last collectives that it has recorded.

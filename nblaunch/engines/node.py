@@ -1,5 +1,4 @@
-"""The entry point of the node program, which sends its versions, receives the key and the environment, and then loads
-the call.
+"""The node program's entry point: sends its versions, receives the key and environment, then loads the call.
 
     python -c "from nblaunch.engines.node import main; main()"      standard input and output are its channel
 
@@ -36,9 +35,8 @@ from nblaunch.wire import schema
 from nblaunch.worker import process_control
 
 _IMPORTS = (("torch", "torch.distributed"), ("torch._dynamo",))
-"""Modules that a forkserver imports before the first job and before the second one. Ranks need the compiler at the
-first step of an optimizer. Importing it takes a second or more, so the first job starts without it and later jobs
-benefit.
+"""Modules that a forkserver imports before the first job and before the second one. Ranks need the compiler for an
+optimizer's first step. Importing it takes a second or more, so the first job starts without it and later jobs benefit.
 """
 
 
@@ -105,7 +103,7 @@ def _end(exit_code: int) -> NoReturn:
 
 
 def _serve(boot: Boot, channel: Channel) -> None:
-    """Run jobs one after another until the coordinator closes the channel, or the process of a job fails."""
+    """Run jobs one after another until the coordinator closes the channel or a job's process fails."""
     importlib.import_module("nblaunch.engines.node_program")  # once, for all jobs
     first = boot.environment
     next_boot: Boot | None = boot
@@ -116,7 +114,7 @@ def _serve(boot: Boot, channel: Channel) -> None:
             with env.patched(first), process_control.ending_with(channel.reading_fd):
                 _import(modules)
         forkserver = os.getpid()
-        descriptors.forget(channel.reading_fd, channel.writing_fd)  # which the child uses
+        descriptors.forget(channel.reading_fd, channel.writing_fd)  # the child uses these
         child = os.fork()
         descriptors.keep_from_children(channel.reading_fd, channel.writing_fd)
         if not child:

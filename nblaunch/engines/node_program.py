@@ -1,5 +1,4 @@
-"""NodeProgram: loads the call once, and runs this node's ranks in each attempt, like the launcher of a single
-machine.
+"""NodeProgram: loads the call once, and runs this node's ranks in each attempt, like a launcher on one machine.
 
     Boot, CallPart ──> load ──> Ready
     StartRanks ──> start_attempt, Supervisor ──> ranks forked from this process ──> AttemptOver
@@ -79,7 +78,7 @@ class NodeProgram:
         self._host = Hello.of_this_process().host
         self._id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._requests: JobRequests | None = None
-        # A batch system reclaims this machine; the coordinator ends the whole job in an orderly way.
+        # If a batch system reclaims this machine, the coordinator ends the whole job in an orderly way.
         signal.signal(signal.SIGTERM, self._on_termination)
 
     def run(self) -> bool:

@@ -119,7 +119,7 @@ class _Driver:
 
         Raises:
             LaunchError: the cluster has too few nodes.
-            Exception: an exception of ``wanted.check``.
+            Exception: an exception from ``wanted.check``.
         """
         try:
             while True:
@@ -217,7 +217,7 @@ class _RayNode(NodeHandle):
 
 
 def _close(connection: socket.socket, *, keeps_descriptor: bool = False) -> None:
-    """Close the connection of a node, after which the driver ends its program."""
+    """Close a node's connection, after which the driver ends the node's program."""
     if connection.fileno() < 0:
         return
     with suppress(OSError):  # the driver has ended

@@ -1,7 +1,7 @@
 """NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
 The program ends when the actor does, because its pipes then close. The actor watches the raylet, reports its death
-immediately, and ends soon after. Ray itself would end the actor ten seconds later without giving a reason, and not at
+immediately, and ends soon after. Ray itself would end the actor ten seconds later without giving a reason, or not at
 all while the raylet is a zombie.
 
 The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
@@ -28,7 +28,7 @@ _REPORT_S = 1.0
 
 
 def leave_out_optional_packages() -> None:
-    """Keep Ray from importing packages whose objects this process never sends; the imports take half a second."""
+    """Keep Ray from importing packages whose objects this process never sends; the imports would take half a second."""
     for name in ("pyarrow", "pydantic", "starlette"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
 
@@ -39,7 +39,7 @@ class NodeActor:
     Its constructor has no arguments, because Ray would import optional packages to read them.
 
     Raises:
-        ModuleNotFoundError: nblaunch is not installed there.
+        ModuleNotFoundError: nblaunch is not installed on the node.
     """
 
     def __init__(self) -> None:

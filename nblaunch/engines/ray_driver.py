@@ -62,7 +62,7 @@ class DriverTask:
         runtime_env: runtime environment in Ray's format.
         variables: environment variables of the node programs, which ``runtime_env`` may change.
         timeout_s: how long to wait for nodes that are in use.
-        waits_for_others: also wait for nodes that the cluster lacks, because an autoscaler may add them.
+        waits_for_others: whether to wait also for nodes that the cluster lacks, because an autoscaler may add them.
         node_fds: one socket per node for its bytes.
         event_fd: pipe for the messages below.
         life_fd: pipe that is closed when the launching process no longer needs the nodes.
@@ -87,14 +87,14 @@ class DriverTask:
 
 @dataclass(frozen=True)
 class DriverNote(Event):
-    """A line for the user while the driver waits for nodes."""
+    """A line for the user while the driver is waiting for nodes."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Allocated(Event):
-    """The cluster granted nodes, or ``error`` says why not.
+    """The nodes that the cluster granted; if it granted none, ``error`` says why.
 
     Args:
         hosts: names of the machines.
@@ -167,8 +167,7 @@ class Driver:
         self._sender.send(event)
 
     def run(self) -> None:
-        """Connect, reserve nodes, start the program on each, and move bytes until the launching process ends the
-        connection.
+        """Connect, reserve nodes, start their programs, and move bytes until the launching process ends the connection.
 
         Raises:
             LaunchError: the cluster can't be reached or has too few nodes.
@@ -191,7 +190,7 @@ class Driver:
             pass
 
     def _is_over(self, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds; return whether the launching process no longer needs this process."""
+        """Wait up to ``timeout_s`` seconds; return whether the launching process no longer needs this process."""
         poller = select.poll()
         poller.register(self._task.life_fd, select.POLLIN)
         return bool(poller.poll(1000 * timeout_s))
@@ -227,7 +226,7 @@ class Driver:
             self._ray.init(address=address, **settings)
             if env.read("RAY_AUTH_MODE") != "token":
                 notes.append(
-                    f"the Ray cluster at {address} takes commands from every process that reaches it, because "
+                    f"the Ray cluster at {address} accepts commands from every process that can reach it, because "
                     "RAY_AUTH_MODE is not 'token'"
                 )
         else:
@@ -381,7 +380,7 @@ class Driver:
         return variables | {name: given[name] for name in variables if name in given}
 
     def _start_programs(self) -> list[tuple[str, str]]:
-        """Start the program on each node; return the names and addresses of their machines.
+        """Start the program on each node; return the names and addresses of the nodes' machines.
 
         Raises:
             LaunchError: an actor can't be started.
@@ -412,7 +411,7 @@ class Driver:
                     self._check_nodes(nodes)
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"not all actors of the Ray cluster started within {self._task.timeout_s:g} s"
+                        f"not all actors in the Ray cluster started within {self._task.timeout_s:g} s"
                     )
         except (LaunchError, _NotNeeded, _NodeDied):
             raise
@@ -432,7 +431,7 @@ class Driver:
     def _report_early_end(
         self, places: Mapping[int, tuple[str, str]], number: int, exit_code: int | None, last_output: bytes
     ) -> None:
-        """Raise an error if a program whose node is needed has ended before others have started."""
+        """Raise an error if a program whose node is needed has ended before the others have started."""
         if len(self._actors) == self._task.min_nodes:
             raise LaunchError(
                 f"the program of node {number} (host {places[number][0]}) ended before the ranks started: "
@@ -473,7 +472,7 @@ class Driver:
         if not self._ray.is_initialized():
             return
         with suppress(Exception):  # the rest ends with the connection
-            # If a killed actor's program runs no ranks, the program also ends.
+            # If a killed actor's program is not running ranks, the program also ends.
             leaving = [actor.leave.remote() for actor in self._actors] if self._have_started else []
             if leaving:
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
@@ -515,7 +514,7 @@ def _answers(address: str) -> bool:
 
 
 def _refusing(places: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the addresses and ports at which no program listens, although their machines reply."""
+    """Return the addresses and ports at which no program is listening, although their machines reply."""
     families = {True: socket.AF_INET6, False: socket.AF_INET}
     connections = {socket.socket(families[":" in place[0]]): place for place in places}
     deadline = time.monotonic() + _REFUSAL_S

@@ -5,8 +5,8 @@
     after a failure      ──> the same nodes again; after a lost node, new ones
 
 Compared with a job on one machine, only the attempts differ, so EngineRunner works in a kernel, in the background, and
-in the process of a detached job. None of these processes connects to a cluster: an engine that needs a library for that
-uses a separate process (``ray.py``).
+in a detached job's process. None of these processes connects to a cluster: an engine that needs a library for that uses
+a separate process (``ray.py``).
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class EngineRunner(JobRunner):
         return coordinator.run()
 
     def keep_weights(self, wanted: bool) -> None:
-        """Do nothing: nodes decide this when they receive the interrupt."""
+        """Do nothing: nodes decide whether to keep weights when they receive the interrupt."""
 
     def _leave(self, *, keeps: bool = False) -> None:
-        """Release the engine, and end the programs of all nodes, unless the engine keeps nodes whose job is over."""
+        """Release the engine, and end the programs on all nodes unless the engine keeps nodes whose job is over."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -125,7 +125,8 @@ class EngineRunner(JobRunner):
     def _gather(self) -> None:
         """Start the nodes, or take those that are kept, and wait until all have loaded the call.
 
-        If the program of a kept node has ended, all nodes are started again, once. The job then adopts their plan.
+        If the program on a kept node has ended, all nodes are started again, but only once. Once all nodes are ready,
+        the job adopts their plan.
         """
         assert self._engine is not None, "the job has started"
         assert self._saved is not None, "the job has started"
@@ -144,7 +145,7 @@ class EngineRunner(JobRunner):
         except _NodeEnded as ended:
             if not kept:
                 raise LaunchError(str(ended)) from None
-            self._note(f"the programs of all nodes start again, because {ended}")
+            self._note(f"restarting the programs on all nodes, because {ended}")
             end_all(self._links)
         else:
             self._adopt_plan()
@@ -157,7 +158,7 @@ class EngineRunner(JobRunner):
         Nodes that can't be reached are left out if enough remain.
 
         Raises:
-            _NodeEnded: fewer than ``min_nodes`` can load it, because the programs of others have ended.
+            _NodeEnded: fewer than ``min_nodes`` nodes can load it, because the programs on the others have ended.
             LaunchError: a node can't run the call, or is not ready in time.
         """
         assert self._engine is not None, "the job has started"
@@ -203,8 +204,8 @@ class EngineRunner(JobRunner):
                 raise kind(f"{link.label}: {message.text}")
 
     def _handle_end(self, link: NodeLink, min_nodes: int) -> None:
-        """Continue without a node that was never reached, if enough are left."""
-        text = f"the program of {link.label} ended before the ranks started: {link.how_ended()}"
+        """Continue without a node that was never reached, if enough nodes are left."""
+        text = f"the program on {link.label} ended before the ranks started: {link.how_ended()}"
         if link.hello is not None or len(self._links) <= min_nodes:
             raise _NodeEnded(text)
         self._note(f"{text}; continuing without that node")
@@ -214,7 +215,7 @@ class EngineRunner(JobRunner):
             other.number = number
 
     def _boot(self) -> Boot:
-        """Return the first message to every node, without the node's address."""
+        """Return the message that every node receives first, without the node's address."""
         assert self._engine is not None, "the job has started"
         assert self._saved is not None, "the job has started"
         spec, saved = self.spec, self._saved
@@ -272,12 +273,12 @@ class EngineRunner(JobRunner):
         self.emit_readings(())  # makes listeners publish, which shows notes
         self.requests.acknowledge()
         if self.requests.is_cancelled:
-            raise JobCancelled(f"{self.spec.function_name} was cancelled while its nodes started")
+            raise JobCancelled(f"{self.spec.function_name} was cancelled while its nodes were starting")
         if self.requests.interrupts or self.requests.terminations:
             raise KeyboardInterrupt
 
     def _adopt_plan(self) -> None:
-        """Combine the plans of the nodes into the plan of the job.
+        """Combine the nodes' plans into the job's plan.
 
         Raises:
             LaunchError: the nodes have different kinds of devices.
@@ -306,7 +307,7 @@ class EngineRunner(JobRunner):
 
 
 class _NodeEnded(Exception):
-    """The node program of a required node ended before the ranks started."""
+    """The program on a required node ended before the ranks started."""
 
 
 _BUILT_IN = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}

@@ -76,7 +76,7 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
     if num_bytes > _MAX_BYTES:
         largest = max(sources, key=lambda source: len(source.text))
         raise LaunchError(
-            "the modules of this notebook, which nodes need, are too large to send: "
+            "this notebook's modules, which the nodes need, are too large to send: "
             f"{formatting.size(num_bytes)} in total ({largest.filename} is the largest). Install them on the nodes"
         )
     return sources
@@ -143,7 +143,7 @@ def _named_modules(pickled: bytes) -> Iterator[str]:
 
 
 _Pushed = str | tuple[str, str] | None
-"""The value that a pickle operation pushes: a string, a global identified by module and name, or anything else."""
+"""The value that a pickle operation pushes: a string, a global as (module, name), or None for anything else."""
 
 _IMPORT = ("cloudpickle.cloudpickle", "subimport")
 

@@ -3,7 +3,7 @@
 Every process that nblaunch or other code forks from the kernel inherits its descriptors. A child that kept the write
 end of a guardian's pipe would hide the kernel's death from that guardian; a child that kept a listening socket would
 keep its port open. Every child therefore closes the registered descriptors as soon as it is forked. For descriptors
-that exist only for a moment, :func:`forks_held_back` makes forks wait.
+that exist only for a moment, :func:`forks_held_back` delays forks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _HIGH = 960
-"""Below the usual limit of 1024. Higher numbers cost memory, because the system's table extends to the highest."""
+"""This is below the usual limit of 1024. Higher numbers cost memory: the system's table extends to the highest."""
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -34,10 +34,10 @@ def is_kept_from_children(fd: int) -> bool:
 
 @contextmanager
 def forks_held_back() -> Iterator[None]:
-    """Make forks in other threads wait while the block runs.
+    """Hold back forks in other threads while the block runs.
 
-    ``subprocess.Popen`` waits until no process holds the write end of its pipe: if another thread forked a child in the
-    meantime, ``Popen`` would wait as long as that child is alive.
+    ``subprocess.Popen`` waits until no process holds the write end of its pipe, so if another thread forked a child in
+    the meantime, ``Popen`` would wait until that child ended.
     """
     with _forking:
         yield
@@ -58,7 +58,7 @@ def forget(*fds: int) -> None:
 def occupy_standard_ones() -> None:
     """Open ``/dev/null`` for each of the descriptors 0, 1 and 2 that is closed.
 
-    Otherwise the next pipe would get that number, and a child's output would go into it.
+    Otherwise, the next pipe would get one of these numbers, and a child's output would go into the pipe.
     """
     for fd in range(3):
         try:
@@ -84,7 +84,7 @@ def is_high(fd: int) -> bool:
 
 
 def high_copy(fd: int) -> int:
-    """Return a copy of a descriptor whose number is too high for code that closes all low descriptors.
+    """Return a copy of a descriptor, with a number too high for code that closes all low descriptors.
 
     Return ``fd`` itself if it is negative or already high, or if the process may not open high descriptors.
     """
@@ -120,7 +120,7 @@ os.register_at_fork(
 
 
 def is_writable(fd: int) -> bool:
-    """Return whether a write to ``fd`` would succeed immediately, or fail because the reader has gone."""
+    """Return whether a write to ``fd`` would end immediately: it would succeed, or fail because the reader has gone."""
     poller = select.poll()  # select.select rejects descriptors of 1024 and above
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(0))

@@ -1,8 +1,8 @@
 """Files that are replaced atomically, folders that are private to a user, and space on disks.
 
-A private folder is opened once (:func:`open_private`): nblaunch reads its owner and mode from the open descriptor, and
-opens its files relative to it. A user who may rename the folder, or one above it, can't put another folder in its
-place between the check and the use.
+A private folder is opened once (:func:`open_private`): nblaunch reads the folder's owner and mode from the open
+descriptor, and opens the folder's files relative to this descriptor. A user who may rename the folder, or one above it,
+can't put another folder in its place between the check and the use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
         dir_fd: descriptor of the folder that a relative path starts from.
 
     Raises:
-        PermissionError: it is not a folder, belongs to another user, or lets other users in; the message says which.
+        PermissionError: it is not a folder, belongs to another user, or is accessible to other users; the message says
+            which.
         FileNotFoundError: it does not exist.
         OSError: it can't be opened.
     """
@@ -101,7 +102,7 @@ def read(folder_fd: int, name: str) -> bytes | None:
 
 
 def read_end(path: Path, max_bytes: int) -> bytes:
-    """Return the last bytes of a file; empty if it can't be read."""
+    """Return the last ``max_bytes`` bytes of a file; no bytes if it can't be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - max_bytes))
@@ -119,7 +120,7 @@ def replace(
         folder_fd: descriptor of its folder; no other process may write a file with this name there.
         name: name of the file.
         write: writes the contents to a file that is also open for reading.
-        is_lasting: force the file to the disk, so that it survives a power failure.
+        is_lasting: whether to force the file to the disk, so that it survives a power failure.
 
     Raises:
         OSError: for example, the disk is full; the file is unchanged.
@@ -152,7 +153,7 @@ def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
 
 
 def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) -> None:
-    """Replace a file atomically in the space that :func:`reserve` has kept, even if the disk is full.
+    """Replace a file atomically, even if the disk is full, by using the space that :func:`reserve` has set aside.
 
     Raises:
         OSError: the reserved space is gone, and the disk is too full.
@@ -173,7 +174,7 @@ def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) ->
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file atomically and durably with the file that ``write(other_path)`` writes.
 
-    Like :func:`replace`, for paths that the user chooses: the file gets the mode that ``write`` gives it.
+    Like :func:`replace`, but for paths that the user chooses: the file gets the mode that ``write`` gives it.
 
     Raises:
         Exception: ``write`` raised it; the file is unchanged.

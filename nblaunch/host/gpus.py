@@ -1,8 +1,8 @@
-"""GPUs of this host, read without a device context: which ones workers may use, and how busy they are.
+"""This host's GPUs, inspected without a device context: which ones workers may use, and how busy they are.
 
-All readings of NVIDIA GPUs come from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
-does not initialise CUDA, so the process can still be forked. No program is started, because nvidia-smi takes seconds
-with a slow driver.
+All information about NVIDIA GPUs comes from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``).
+NVML does not initialise CUDA, so the process can still be forked. nblaunch does not start nvidia-smi, which takes
+seconds with a slow driver.
 
 Information about AMD and Intel GPUs is read from the Linux kernel's files under ``/sys/class``. Reading them starts
 neither ROCm nor Level Zero. Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
@@ -26,14 +26,14 @@ from nblaunch.packages import is_installed
 _Result = TypeVar("_Result")
 
 INSTANCE = "MIG-"
-"""Prefix of the UUID of a MIG instance."""
+"""Prefix of a MIG instance's UUID."""
 
 _DEVICES = Path("/dev")
 _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"
 _INTEGRATED = "0000:00:02.0"  # PCI address of the GPU inside Intel's processors
 _WITHOUT_P2P = "RTX 40"
-_TRUTHFUL_DRIVER = (550, 40, 7)  # since this version, drivers no longer claim P2P where it fails: lacks_p2p()
+_TRUTHFUL_DRIVER = (550, 40, 7)  # as of this version, drivers no longer claim P2P where it fails: lacks_p2p()
 
 
 # --- utilisation of devices, of any family ---------------------------------------------------------------------------
@@ -43,19 +43,19 @@ class DeviceMeter:
     """Reads how busy a backend's devices are, from outside the workers, until it is closed. This base class does not
     read any device.
 
-    The launcher uses it while workers run, so it must not create a device context. Workers report device memory
+    The launcher uses it while workers are running, so it must not create a device context. Workers report device memory
     themselves (``Backend.device_memory``).
     """
 
     def read(self) -> list[float | None]:
         """Return the utilisation of each device, in the order of local ranks; raise no error.
 
-        The utilisation is the fraction of recent time in which the device computed, 0 to 1; None if unknown.
+        The utilisation is the fraction of recent time in which the device was computing, from 0 to 1; None if unknown.
         """
         return []
 
     def close(self) -> None:
-        """Release the resources for reading."""
+        """Release the resources used for reading."""
 
 
 # --- which GPUs workers may use --------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Gpu:
         uuid: UUID of the GPU.
         mig_uuids: UUIDs of the MIG instances that it is partitioned into.
         name: its model, such as ``"Tesla T4"``.
-        is_partitioned: MIG is enabled, so CUDA shows instances or nothing.
+        is_partitioned: whether MIG is enabled; CUDA then shows instances or nothing.
     """
 
     uuid: str
@@ -86,7 +86,7 @@ class Gpu:
 def physical_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs of this host in the driver's order, regardless of CUDA_VISIBLE_DEVICES.
 
-    NVML is queried again until it answers, because a cell may install nvidia-ml-py.
+    Each call queries NVML until one has succeeded, because a cell may install nvidia-ml-py in between.
     """
     try:
         return _listed()
@@ -121,11 +121,11 @@ def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
 
     Args:
         gpus: GPUs of the host.
-        setting: ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs that may be abbreviated, separated by commas. The list ends
+        setting: ``CUDA_VISIBLE_DEVICES``: indices or (possibly abbreviated) UUIDs, separated by commas. The list ends
             at the first entry that names no device, and is empty if a device is named twice. None: all devices.
 
-    CUDA shows a process a single MIG instance, and then no other device. This function returns all instances, since
-    each worker sees its own instance. An index, or a GPU's own UUID, stands for all instances of that GPU.
+    If there are MIG instances, CUDA shows a process only one of them and no other device. This function returns all
+    instances, because each worker sees its own. An index, or a GPU's own UUID, stands for all instances of that GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     if setting is None:
@@ -163,7 +163,7 @@ def _may_be_visible() -> list[Gpu]:
 
 
 def _is_numbered_alike() -> bool:
-    """Return whether CUDA and NVML number the GPUs in the same order, by PCI bus, or the user chose GPUs by UUID.
+    """Return whether CUDA, like NVML, numbers GPUs by PCI bus, or whether the user chose GPUs by UUID.
 
     If models differ, CUDA puts the fastest first. Source: CUDA C++ Programming Guide, "CUDA Environment Variables",
     CUDA_DEVICE_ORDER.
@@ -179,8 +179,8 @@ def _is_numbered_alike() -> bool:
 def lacks_p2p() -> str | None:
     """Return the model of the visible GPUs if the driver reports direct connections that fail; else None.
 
-    Collectives over such connections hang or fail. The fault affects several GeForce RTX 40 cards in one machine with a
-    driver before 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not
+    Collectives over such connections hang or fail. The fault affects machines with several GeForce RTX 40 cards and a
+    driver older than 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not
     affected).
     """
     names = [gpu.name for gpu in _may_be_visible() if _WITHOUT_P2P in gpu.name]
@@ -200,7 +200,7 @@ def _driver_version() -> tuple[int, ...] | None:
 
 
 def descriptions() -> list[str]:
-    """Return name, driver and memory of each GPU of this host: ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    """Return the name, driver and memory of each GPU on this host: ``"Tesla T4, 550.54.15, 15360 MiB"``."""
     try:
         return _ask(_descriptions)
     except LookupError:
@@ -208,7 +208,7 @@ def descriptions() -> list[str]:
 
 
 def open_meter() -> DeviceMeter:
-    """Open a meter of the visible devices; it reads nothing if CUDA's numbers for them are unknown."""
+    """Open a meter for the visible devices; it reads nothing if CUDA's numbers for them are unknown."""
     uuids = visible() if _is_numbered_alike() else []
     try:
         return NvmlMeter(uuids, _initialised()) if uuids else DeviceMeter()
@@ -254,7 +254,7 @@ def _initialised() -> Any:
     """Return the module with NVML initialised.
 
     Raises:
-        LookupError: the driver is missing, or does not fit its library; the message gives the reason.
+        LookupError: the driver is missing, or does not match its library; the message gives the reason.
     """
     if not is_installed("pynvml"):
         raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")
@@ -337,7 +337,7 @@ def amd_gpus() -> tuple[Gpu, ...]:
 def visible_amd_gpus() -> list[Gpu]:
     """Return the AMD GPUs that HIP shows in this process, in HIP's order.
 
-    ROCR_VISIBLE_DEVICES is applied first; HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES if it is unset) then selects
+    ROCR_VISIBLE_DEVICES is applied first; HIP_VISIBLE_DEVICES (or, if that is unset, CUDA_VISIBLE_DEVICES) then selects
     from the remaining GPUs.
     """
     shown = amd_gpus()

@@ -32,8 +32,8 @@ def frozen() -> Iterator[None]:
 def growing() -> Iterator[None]:
     """Pause garbage collection while a process imports large packages; later collections ignore the packages' objects.
 
-    The collector would visit the same objects dozens of times, which accounts for a tenth of the time that importing
-    torch takes.
+    The collector would otherwise visit the same objects dozens of times, which would take up a tenth of torch's import
+    time.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(0)

@@ -3,9 +3,10 @@
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
-A machine's name can change (when a laptop joins another network), and containers on one kernel have their own names.
-nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the set of
-visible processes by their namespace. The name is for display; it identifies a machine only if the file is missing.
+A machine's name can change (for example, when a laptop joins another network), and containers on one kernel have their
+own names. nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the
+set of visible processes by their namespace. The name is for display; it identifies a machine only if the file is
+missing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ProcessState(enum.Enum):
     RUNS = "runs"
     ENDED = "has ended"
     RESTARTED = "ended when this machine restarted"
-    HIDDEN = "is in another container of this machine"
+    HIDDEN = "is in another container on this machine"
     ELSEWHERE = "is on another machine"
 
 
@@ -91,7 +92,7 @@ class ProcessMark:
 
 
 def this_machine() -> Machine:
-    """Return the machine of this process."""
+    """Return the machine that this process is running on."""
     name = socket.gethostname()
     installed, boot_id, namespace = _lasting_ids(os.getpid())
     return Machine(installed or name, boot_id, namespace, name)
@@ -99,7 +100,7 @@ def this_machine() -> Machine:
 
 @cache
 def _lasting_ids(pid: int) -> tuple[str, str, str]:
-    """Return the ids of :class:`Machine` that stay the same while this process, ``pid``, runs.
+    """Return the ids in :class:`Machine` that stay the same while this process (``pid``) is running.
 
     Raises:
         OSError: this process had no free descriptor for ten seconds; without ids, its jobs would seem to run elsewhere.

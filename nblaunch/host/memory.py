@@ -1,7 +1,7 @@
 """Host memory: what a process uses, how its allocator returns memory, and how much is still available.
 
-A model that moves from the host to a device passes through private copies of its parameters. glibc takes these copies
-from its heap and keeps the heap, so eight workers would end up with eight models' worth of unused host memory.
+When a model moves from the host to a device, private copies of its parameters are made. glibc allocates these copies on
+its heap and keeps the heap, so eight workers would end up with eight models' worth of unused host memory.
 :func:`tune_allocator` makes glibc take large blocks directly from the system, which gets them back when they are freed;
 :func:`trim` returns the rest. Both do nothing if another allocator is preloaded.
 """
@@ -42,8 +42,8 @@ def trim() -> None:
 def proportional_bytes(pid: int | str = "self") -> int | None:
     """Return the memory of a process in bytes, with shared pages divided by the number of processes that share them.
 
-    The sum over a kernel and its workers is their total memory. None if the system does not report it.
-    Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
+    The sum over a kernel and its workers is their total memory. Return None if the system does not report it. Source:
+    proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
     """
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -77,7 +77,7 @@ def is_shared(address: int, num_bytes: int) -> bool:
 def limit_and_available() -> tuple[int | None, int | None]:
     """Return the tightest limit in bytes (without one, the host's memory), and the memory available within it.
 
-    None if the system does not report it. The function reads a few small files.
+    Either value is None if the system does not report it. The function reads a few small files.
     """
     return within(_host_memory(), proc.cgroup_folders("memory"))
 

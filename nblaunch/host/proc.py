@@ -61,8 +61,8 @@ class Process(NamedTuple):
     Args:
         pid: process id.
         name: name of its program.
-        state: one letter, such as ``R``; ``Z`` and ``X``: it has ended.
-        parent: process that it is a child of.
+        state: one letter, such as ``R``; ``Z`` and ``X`` mean that it has ended.
+        parent: process id of its parent.
         group: its process group.
         posix_session: leader of its POSIX session.
         cpu_s: processor time since its start.
@@ -203,7 +203,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def caught_signals(pid: int) -> int:
-    """Return the signals that a process has handlers for: bit 0 is signal 1. Source: proc_pid_status(5), SigCgt."""
+    """Return a mask of the signals that a process handles; bit 0 is signal 1. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
         name, _, mask = line.partition(":")
         if name == "SigCgt":
@@ -220,7 +220,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def cgroup_folders(controller: str, root: Path = CGROUPS, own_groups: Path = OWN_GROUPS) -> list[Path]:
-    """Return the folders that may hold ``controller``'s files for this process: its group's, then its parents'.
+    """Return the folders that may hold ``controller``'s files for this process: its group's, then the parent groups'.
 
     Source: cgroups(7), "/proc files". Inside a container the path is the host's, but the files are at the root, so
     the root of each hierarchy is always included.

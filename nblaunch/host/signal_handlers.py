@@ -1,12 +1,12 @@
 """Signal handlers of this process, held back while the launcher is between two consistent states.
 
 Python can call a handler between any two lines of the main thread. A handler that raises an exception, such as a
-SIGALRM handler that limits the time of a cell, would leave the launcher in an inconsistent state: with unwatched
+SIGALRM handler that limits a cell's running time, would leave the launcher in an inconsistent state: with unwatched
 workers, a lock that is never released, or a half-loaded model.
 
     with held_back():        arriving signals are only recorded
         run_arrived()        calls their handlers here, where an exception does no harm
-                             and the end of the block calls the rest
+                             and the rest are called when the block ends
 
 A signal mask is not enough, because the system would deliver the signal to another thread of the kernel, and Python
 would still call the handler in the main thread.
@@ -102,7 +102,7 @@ def _note(number: int, frame: FrameType | None) -> Any:
 
 
 def _take_out() -> None:
-    """Put :func:`_note` in place of all handlers that were set from Python."""
+    """Replace all handlers that were set from Python with :func:`_note`."""
     for number in _NUMBERS:
         handler = _signal.getsignal(number)
         if callable(handler) and handler is not _note:

@@ -1,4 +1,4 @@
-"""Connections of this process to other programs: their addresses, and which processes serve them."""
+"""Connections from this process to other programs: their addresses, and the processes that serve them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIGITS = 8
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection of this process, as the client, to another program.
+    """A connection that this process, as the client, has opened to another program.
 
     Args:
         fd: its descriptor.

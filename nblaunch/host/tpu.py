@@ -1,7 +1,7 @@
 """A TPU host, inspected without accessing its chips, and the environment of its worker processes.
 
 Nothing here opens a device: this module counts chips on the PCI bus and looks up the owner of a lock file. Its
-constants come from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` compares them.
+constants come from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` checks that the two agree.
 
 The slice that this host belongs to, with its chip type and number of hosts, is read from the environment (containers,
 Kaggle) or from a metadata server (Cloud VMs). If neither has it, nblaunch uses the chips on the PCI bus. torch_xla asks
@@ -79,7 +79,8 @@ def _chips(vfio: Path | None) -> Counter[str]:
     """Return the TPU chips on the PCI bus by their kind.
 
     Args:
-        vfio: folder of the device files of VFIO groups; only chips in an existing group count. None = all chips count.
+        vfio: folder with the device files of VFIO groups; only chips in an existing group count. None = all chips
+            count.
     """
     counts: Counter[str] = Counter()
     for device in sorted(PCI_DEVICES.glob("*")):
@@ -117,7 +118,7 @@ def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
 
 
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
-    """Return the environment variables of one worker; None means that a variable is removed.
+    """Return the environment variables for one worker; None means that a variable is removed.
 
     These are all variables that torch_xla's ``configure_topology`` would set. torch_xla then adds nothing, regardless
     of the metadata server and the environment. A single worker sees one chip.
@@ -145,7 +146,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 
 
 def lock_holder() -> int | None:
-    """Return a process that uses the chips through libtpu: one that has the lock file or a device open.
+    """Return a process that is using the chips through libtpu: one that has the lock file or a device open.
 
     If several processes use the chips, prefer this process. Return None if no process uses them.
 
@@ -174,8 +175,8 @@ def holder_problem(is_ours: bool, where: str = "") -> str | None:
         )
     if holder is not None:
         return (
-            f"another process uses the TPU chips: {holder} ({command_of(holder)}). End it, or shut down its "
-            f"notebook's kernel. (That also removes {LOCK_FILE}; don't delete the file while the process runs.)"
+            f"another process is using the TPU chips: {holder} ({command_of(holder)}). End it, or shut down its "
+            f"notebook's kernel. (That also removes {LOCK_FILE}; don't delete the file while the process is running.)"
         )
     return None
 
@@ -194,13 +195,13 @@ _TYPES = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5e": "v5litepod", "v6e": "v6e
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """The slice of this host.
+    """The slice that this host belongs to.
 
     Args:
         accelerator_type: for example ``"v5litepod-8"``, whose number is the size of the whole slice; empty if unknown.
-        hosts: hosts of the slice; empty if unknown.
+        hosts: hosts in the slice; empty if unknown.
         has_server: whether torch_xla will ask a metadata server, and one exists.
-        num_chips: number of chips of this host.
+        num_chips: number of chips on this host.
     """
 
     accelerator_type: str
@@ -212,13 +213,13 @@ class TpuSlice:
         """Return the reason why this host's chips can't compute without other hosts; None if they can."""
         if len(self.hosts) > 1:
             return (
-                f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips must all compute "
+                f"this machine is one of {len(self.hosts)} hosts in a TPU slice, whose chips must all compute "
                 "together, but nblaunch does not support several TPU hosts yet"
             )
         total = num_chips_of(self.accelerator_type)
         if not self.hosts and total > self.num_chips:
             return (
-                f"this machine has {self.num_chips} chips of a TPU slice of {total} ({self.accelerator_type}), "
+                f"this machine has {self.num_chips} of the {total} chips in a TPU slice ({self.accelerator_type}), "
                 "whose chips must all compute together, but nblaunch does not support several TPU hosts yet. If "
                 "this is the only host, set TPU_WORKER_HOSTNAMES=localhost before the launch"
             )
@@ -230,7 +231,7 @@ class TpuSlice:
         return None
 
     def completed(self) -> dict[str, str | None]:
-        """Return variables that torch_xla needs on this host; empty if a metadata server answers."""
+        """Return the variables that torch_xla needs on this host; empty if a metadata server answers."""
         if self.has_server:
             return {}
         return {

@@ -27,5 +27,5 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
     debug_client.py      the debugger's client: sends commands, receives prompts, keeps failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``
-reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.
+reads. :mod:`nblaunch.diagnosis` explains why a job failed or is making no progress.
 """

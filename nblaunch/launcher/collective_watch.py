@@ -1,12 +1,13 @@
-"""Compares the collectives that ranks record, and finds ranks whose calls differ while they run.
+"""Compares the collectives that ranks record, and finds ranks whose calls differ while they are running.
 
     digests of the last calls, several times a second ── differ? ──> all calls ──> Disagreement, twice ──> report
                                                                               all calls at the end ──┘
 
 A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
-The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Ranks write during a check, so
-a difference counts only if the next check confirms it. Ranks that have not reached the call yet get a moment to do so,
-because the majority decides which rank is at fault; a rank that arrives while the job ends is still included.
+The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Ranks may write during a
+check, so a difference counts only if the next check confirms it. Ranks that have not reached the call yet get a moment
+to do so, because the majority decides which rank is at fault; a rank that arrives while the job is ending is still
+included.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class CollectiveWatch:
         source: the recorded calls.
         attempt: attempt of the ranks.
         emit: receives notes in a session, whose commands continue.
-        clock: seconds on a clock that never jumps.
+        clock: returns the seconds on a clock that never jumps.
 
     Attributes:
         calls: returns, for each rank, the last of its collectives that have arrived.
@@ -190,7 +191,9 @@ class CollectiveWatch:
         standing = Standing(calls, report.ways_left, steps=self._source.steps())
         explanation = self._explain(calls) or explain_stall(standing)
         if explanation is not None:
-            self._emit(Note.of_job(f"interrupted while ranks waited: {explanation.headline}", "warning"))
+            self._emit(
+                Note.of_job(f"interrupted while ranks were waiting: {explanation.headline}", "warning")
+            )
 
     def _explain(self, calls: Mapping[int, RankCalls]) -> Explanation | None:
         disagreement = find_disagreement(calls)

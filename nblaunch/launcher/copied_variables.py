@@ -1,6 +1,6 @@
 """Variables of a launched function that are copied to each worker, although users may expect them to be shared.
 
-iterators           A generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
+iterators           A generator or an iterator over a data loader gives every rank the same values, and no rank advances
                     the kernel's iterator. The user may intend this, or may be training every rank on the same
                     batches by mistake. Attributes of objects are included if the class is the user's.
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in

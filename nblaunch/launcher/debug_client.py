@@ -3,7 +3,7 @@
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 
-A :class:`RankValues` shows values of several ranks, and a :class:`Comparison` shows the variables of a function. A
+A :class:`RankValues` shows values from several ranks, and a :class:`Comparison` shows a function's variables. A
 :class:`KeptFailure` holds the workers that are kept after a failure.
 """
 
@@ -41,13 +41,13 @@ from nblaunch.wire.worker_commands import (
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0
-"""Time to wait for a rank's next prompt; the client then prompts other ranks, because the rank may wait for them."""
+"""Time to wait for a rank's next prompt; other ranks are then prompted, because the rank may be waiting for them."""
 
 _RESUMING = {
     *("c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump"),
     *("q", "quit", "exit"),
 }
-"""Commands of pdb that continue the program."""
+"""pdb commands that continue the program."""
 
 
 class DebugClient:
@@ -57,7 +57,7 @@ class DebugClient:
         connections: rank -> connection.
 
     Attributes:
-        prompts: rank -> prompt at which its pdb waits.
+        prompts: rank -> prompt at which its pdb is waiting.
         printed: rank -> last output of its pdb, until it is taken.
         gone: ranks whose process has ended; all ranks after the client is closed.
         announced_stops: breakpoints that were reported to the user.
@@ -91,7 +91,7 @@ class DebugClient:
         """
         if rank is not None and rank not in self._ranks:
             raise ValueError(
-                f"rank={rank} does not run here; this machine has {formatting.ranks(self._ranks)}"
+                f"rank={rank} is not running here; this machine has {formatting.ranks(self._ranks)}"
             )
         return default if rank is None else rank
 
@@ -128,7 +128,7 @@ class DebugClient:
         }
 
     def open_pdb(self, rank: int) -> None:
-        """Open pdb on a rank, unless it already waits for a line."""
+        """Open pdb on a rank, unless it is already waiting for a line."""
         if rank not in self.prompts:
             self.printed.pop(rank, None)  # left by an earlier pdb
             self._send(rank, Debug())
@@ -178,7 +178,7 @@ class DebugClient:
             self.connections = {}
 
     def wait_for_prompt(self, rank: int) -> Prompted | None:
-        """Wait until a rank's pdb waits for a line; return None if the user left pdb or the rank ended."""
+        """Wait until a rank's pdb is ready for a line; return None if the user left pdb or the rank ended."""
         while (prompt := self.prompts.get(rank)) is None:
             if rank in self.printed or rank in self.gone:
                 return None
@@ -260,13 +260,13 @@ class DebugClient:
             self.printed[rank] = message.text
 
     def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
-        """Continue all ranks that are at a breakpoint, and those that reach it later.
+        """Let all ranks at a breakpoint continue, and also ranks that reach it later.
 
         They wait at the next collective that needs the rank in pdb.
         """
         if stop is None:
             return
-        with self._receiving:  # otherwise a prompt that another thread receives now would wait forever
+        with self._receiving:  # otherwise a prompt that another thread receives now would never be answered
             self._continued.add(stop)
             for rank in [peer for peer, prompt in self.prompts.items() if prompt.stop == stop]:
                 del self.prompts[rank]
@@ -279,7 +279,8 @@ class DebugClient:
 class KeptFailure(ABC):
     """A failure of a job (``runner.py``) or a session command that the debugger can inspect.
 
-    The workers keep running until the next launch, ``release()`` or the end of this process, for at most 30 minutes.
+    The workers keep running until the next launch, ``release()`` or the end of this process, but for at most 30
+    minutes.
 
     Args:
         debugger: client of the debugger in the workers.
@@ -304,7 +305,7 @@ class KeptFailure(ABC):
         return self._released.is_set()
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the client of the debugger, and the rank to debug; None = the rank that failed.
+        """Return the client of the debugger, and the rank to debug: ``rank``, or for None the rank that failed.
 
         Raises:
             ValueError: there is no such rank.
@@ -367,7 +368,7 @@ class Comparison:
 
     @property
     def differing(self) -> dict[str, dict[int, str]]:
-        """Name of an aspect, such as ``batch.shape`` -> rank -> text, for aspects that differ between ranks."""
+        """Name of an aspect (such as ``batch.shape``) -> rank -> text, for aspects that differ between ranks."""
         differences = {
             name: values for name, values in self._by_name().items() if len(set(values.values())) > 1
         }
@@ -410,7 +411,7 @@ def _differs_by_nature(values: Mapping[int, str]) -> bool:
 
 
 def _grouped(values: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return (text, ranks that have it), the most frequent first."""
+    """Return (text, ranks that have it) pairs, with the most frequent text first."""
     return sorted(formatting.ranks_by_text(values).items(), key=lambda group: -len(group[1]))
 
 

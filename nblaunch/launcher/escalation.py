@@ -2,11 +2,11 @@
 
 An interrupt, the failure of a rank, or a hang (:class:`Escalation`) leads to SIGINT, time for ``finally`` blocks,
 SIGTERM and SIGKILL. After a failure or a hang, SIGINT is delayed so that other ranks can report their own failures, and
-ranks that are blocked in C code, for example in a collective, get less than a second. This class only computes times;
-it sends nothing.
+ranks that are blocked in C code, for example in a collective, get less than a second to end. This class only computes
+times; it sends nothing.
 
-SIGTERM to the launcher (:class:`Termination`): a batch system will soon reclaim the machine, so let training end in an
-orderly way:
+SIGTERM to the launcher (:class:`Termination`) means that a batch system will soon reclaim the machine, so training must
+end in an orderly way:
 
     SIGTERM ──> ranks that handle SIGTERM themselves get it, including ranks that begin later
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
@@ -17,7 +17,7 @@ the end of its function and its last :class:`nblaunch.events.StateSent`, whateve
 ``state_dict`` or ``__getstate__``:
 
     every rank has returned     the launcher waits without a limit; a second interrupt ends the wait
-    some ranks have not         a sending rank may wait for them in a collective, so it must keep writing
+    some ranks have not         a sending rank may be waiting for them in a collective, so it must keep writing
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Escalation:
 
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
-        """Return the escalation that follows the failure of a rank.
+        """Return the escalation that follows a rank's failure.
 
         No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. SIGINT is sent
         next. Ranks that notice it get the full grace period; ranks blocked in C code get at most
@@ -154,11 +154,11 @@ class Termination:
     """An orderly end of the workers. Call ``poll`` until they have ended.
 
     Args:
-        requests: requests of the job; receives the stop, and later the interrupt.
+        requests: requests to the job, to which the stop and later the interrupt are added.
         now_s: ``time.monotonic()``.
         grace_s: seconds in which ranks may save a checkpoint and return.
         pids: rank -> process of the ranks whose function is running.
-        slots: rank -> its slot of the board.
+        slots: rank -> its slot on the board.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Termination:
         requests.stop()
 
     def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
-        """Interrupt the ranks when their time has run out; return a note the first time, otherwise an empty string.
+        """Interrupt the ranks once their time has run out, and return a note; otherwise return an empty string.
 
         ``pids`` may change, because ranks start and set their handlers at different times. After an interrupt, from
         this class or elsewhere, this method does nothing, because a second interrupt would kill the ranks.
@@ -193,8 +193,10 @@ class Termination:
             return ""
         self._requests.interrupt()
         if is_handled:
-            return f"ranks did not end within {self._grace_s:g} s after SIGTERM, so they are interrupted"
-        return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
+            return (
+                f"ranks did not end within {self._grace_s:g} s after SIGTERM, so they are being interrupted"
+            )
+        return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are being interrupted"
 
     def _signal(self, pids: Mapping[int, int]) -> None:
         """Send SIGTERM once to each rank that has a handler."""
@@ -260,12 +262,12 @@ class SendingRanks:
         return sending
 
     def describe_wait(self, sending: Collection[int], grace_s: float) -> str:
-        """Return a note about what an interrupted job is waiting for: once, after ``grace_s``; otherwise no text."""
+        """Return one note, after ``grace_s``, on what an interrupted job is waiting for; otherwise an empty string."""
         if self._is_noted or self._since_s is None or time.monotonic() - self._since_s < grace_s:
             return ""
         self._is_noted = True
         return (
-            f"interrupted; values or weights of {formatting.ranks(sorted(sending))} are still on their way. A second "
+            f"interrupted; values or weights from {formatting.ranks(sorted(sending))} are still on their way. A second "
             "interrupt ends the wait and loses the rest"
         )
 

@@ -5,8 +5,8 @@
     threads ──> WaitDetector ───── needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
     finished ranks ─────────────── needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
 
-``diagnosis/hang.py`` defines a hang. Ranks of this machine answer through signals and files (:class:`LocalStacks`),
-ranks of other machines through their nodes (``engines/coordinator.py``).
+``diagnosis/hang.py`` defines a hang. Ranks on this machine answer through signals and files (:class:`LocalStacks`), and
+ranks on other machines through their nodes (``engines/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Positions = Mapping[int, Position]
 
 @dataclass(frozen=True)
 class Hung:
-    """A certain hang.
+    """A confirmed hang.
 
     Args:
         positions: positions of the ranks.
         lines: its description.
-        advice: what to check, if the description does not say it.
+        advice: what to check, if the description does not already say so.
         explanation: explanation from the ranks' recorded collectives; None if there is none.
     """
 
@@ -62,7 +62,7 @@ class Hung:
     explanation: Explanation | None = None
 
     def reported(self, running: Sequence[int]) -> Hang:
-        """Return the hang for the report of the attempt.
+        """Return the hang in the form that the attempt's report needs.
 
         Args:
             running: ranks whose function is running, at least one.
@@ -79,7 +79,7 @@ class StackQuery(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the query has stopped waiting for replies."""
+        """Whether no more replies are expected."""
 
     def poll(self) -> None:
         """Look for replies."""
@@ -92,7 +92,7 @@ class LocalStacks:
     """A query for the stacks of this machine's ranks. Implements :class:`StackQuery`.
 
     Args:
-        attempt: attempt whose log folder has the files of stacks.
+        attempt: attempt whose log folder has the stack files.
         pids: rank -> process.
     """
 
@@ -119,7 +119,9 @@ class LocalStacks:
 
 
 _LEFT_S = 2.0
-"""Seconds for which the others must wait for a finished rank: a smaller group waits for a moment while it forms."""
+"""How long, in seconds, other ranks must have been waiting for a finished rank before this is reported; ranks also wait
+briefly while they form a smaller group.
+"""
 
 _MAX_PAUSE_S = 16.0
 
@@ -128,12 +130,12 @@ _Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
 
 
 class HangWatch:
-    """Watches the progress of the ranks of one attempt. Never blocks.
+    """Watches the progress of one attempt's ranks. Never blocks.
 
     Args:
         attempt: the attempt to watch.
         read_board: returns the readings of all ranks.
-        requests: requests whose queries about stacks it answers.
+        requests: the job's requests; this object answers their queries about stacks.
         emit: receives notes and events.
         ask_ranks: asks ranks (rank -> process) for their stacks; None = the ranks run on this machine.
         read_calls: returns the last collectives of this machine's ranks, by rank.
@@ -167,7 +169,7 @@ class HangWatch:
 
     @property
     def is_asking(self) -> bool:
-        """Whether ranks were asked for their stacks."""
+        """Whether a query for stacks is pending."""
         return bool(self._queries)
 
     def begin_anew(self) -> None:
@@ -176,7 +178,7 @@ class HangWatch:
         self._detector = HangDetector(math.inf if timeout_s is None else timeout_s)
 
     def count(self, rank: int, event: Event) -> None:
-        """Count an event of a rank. Logged values are progress; output is not."""
+        """Count a rank's event. Logged values count as progress, but output does not."""
         counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
         counts[rank] += 1
         if isinstance(event, Returned):
@@ -187,8 +189,9 @@ class HangWatch:
 
         Args:
             readings: readings of the board.
-            pids: rank -> process, for ranks whose function is running or that are still sending states; on all machines
-                if nodes are asked, else on this machine.
+            pids: rank -> process, for ranks whose function is running or that are still sending their weights and
+                optimizer states. These are the ranks on all machines if nodes are asked, and otherwise the ranks on
+                this machine.
         """
         now = time.monotonic()
         progress = {
@@ -201,7 +204,7 @@ class HangWatch:
             self._ask(pids, self._judge)
         if self._is_local and (kinds := self._wait_detector.observe(now, pids)):
             self._ask(pids, partial(self._report_waits, kinds=kinds))
-        # In a session, a command may interrupt ranks that wait, so only the time limit decides there.
+        # In a session, a command may interrupt waiting ranks, so only the time limit counts as evidence of a hang.
         if self._is_local and not self._attempt.spec.is_session:
             done = {reading.rank for reading in readings if reading.state is WorkerState.DONE}
             self._look_for_left_alone(now, pids, (done | self._ways_left.keys()) - pids.keys())
@@ -212,7 +215,7 @@ class HangWatch:
         self._ask(pids, partial(self._answer, query=query))
 
     def poll(self, done: Collection[int]) -> Hung | None:
-        """Handle complete stacks; return the last hang that they prove.
+        """Handle complete stacks; return the last hang that they confirm.
 
         Args:
             done: ranks that have finished.
@@ -240,10 +243,10 @@ class HangWatch:
     def _report_waits(
         self, checks: Mapping[int, Check], done: Collection[int], kinds: Mapping[int, WaitKind]
     ) -> Hung | None:
-        """Report ranks that wait for a thread or for a reader of a queue; return the hang if it is certain.
+        """Report ranks that are waiting for a thread or for a reader of a queue; return the hang if it is certain.
 
         Args:
-            kinds: rank -> what it waits for, unless its stack shows otherwise.
+            kinds: rank -> what it is waiting for, unless its stack shows otherwise.
         """
         positions = _positions(checks)
         waiting = {
@@ -263,9 +266,11 @@ class HangWatch:
         return Hung(positions, lines, "", explanation) if WaitKind.THREAD in new_kinds else None
 
     def _look_for_left_alone(self, now_s: float, pids: Mapping[int, int], done: Collection[int]) -> None:
-        """Request the stacks of the remaining ranks at growing intervals, as they may need no other rank."""
+        """Request the stacks of the remaining ranks at increasing intervals, because these ranks may not need the
+        finished ones at all.
+        """
         if not pids or not done:
-            self._pause_s = 0.0  # all ranks run, or none
+            self._pause_s = 0.0  # all ranks are running, or none
         elif not self._pause_s:
             self._pause_s, self._next_look_s = _LEFT_S, now_s + _LEFT_S
         elif now_s >= self._next_look_s:
@@ -274,7 +279,9 @@ class HangWatch:
             self._ask(pids, self._report_left_alone)
 
     def _report_left_alone(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
-        """Report ranks that wait for a rank that has finished, if the previous look found them at the same place."""
+        """Report ranks that are waiting for a finished rank, if they were in the same place when their stacks were last
+        requested.
+        """
         now, positions, before = time.monotonic(), _positions(checks), self._left_alone
         standing = Standing(self._read_calls(), self._left(done), positions)
         self._left_alone = positions if waits_for_finished(standing) else {}
@@ -317,7 +324,7 @@ class HangWatch:
         return Hung(positions, lines, advice, explanation) if finding.hung else None
 
     def _still_waiting(self, positions: Positions) -> dict[int, WaitKind]:
-        """Return the ranks that still wait where they were reported to wait, and what they wait for."""
+        """Return the ranks that are still waiting where they were reported to be, and what they are waiting for."""
         return {rank: kind for rank, (kind, at) in self._waits.items() if positions.get(rank) == at}
 
     def _describe(

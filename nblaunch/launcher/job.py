@@ -1,9 +1,9 @@
 """Job: a launch as a future.
 
 Every call to ``launch``, ``attach``, and ``notebook_launcher`` (without ``session=``) creates a job: a ``JobRunner``
-(``runner.py``), which runs it in this process, or a ``JobFollower`` (``detached/``), which follows a job of another
+(``runner.py``), which runs it in this process, or a ``JobFollower`` (``detached/``), which follows a job in another
 process. ``notebook_launcher`` runs the job in the calling thread until it ends and returns its result; with
-``background=True`` it returns the Job while the workers run.
+``background=True`` it returns the Job while the workers are running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nblaunch.wire.board import SlotReading
 T = TypeVar("T")
 
 _AWAIT_POLL_S = 0.05
-"""Seconds between checks of ``await job``."""
+"""Seconds between checks in ``await job``."""
 
 _LOOK_S = 0.5
 """Seconds between checks in a thread that waits, without a time limit, for a job to end."""
@@ -48,7 +48,7 @@ _FOR_USERS = [
 
 
 class Listener(Protocol):
-    """Receives the events of a job: a dashboard, for example. Must not raise, and must not block for long."""
+    """Receives a job's events, as a dashboard does. Must not raise, and must not block for long."""
 
     def on_event(self, event: Event) -> None:
         """Handle an event. Events of a rank arrive in order."""
@@ -85,7 +85,7 @@ class Job(Generic[T]):
         listeners: receive the job's events.
 
     Attributes:
-        id: short name of a job that was launched with ``detach=True``; else empty.
+        id: short name of a job that was launched with ``detach=True``; empty for other jobs.
         spec: what to run; a job that has ended drops the function and its arguments.
         plan: how the current attempt runs. A job that has ended, or was launched with ``detach=True``, drops the
             modules in its arguments.
@@ -93,13 +93,13 @@ class Job(Generic[T]):
             ``"lost"`` if the process of a detached job was killed; ``"waiting"`` while that process has no disk space
             for the result.
         attempt: number of restarts.
-        pids: process id of each rank of this machine that has started.
+        pids: process id of each rank on this machine that has started.
         log: the launcher's object for the log files; see :attr:`log_dir`.
         requests: requests to the job; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
-        topology: topology of the first rank of this machine.
-        outcome: how the job ended; None while it runs.
+        topology: topology of this machine's first rank.
+        outcome: how the job ended; None while it is running.
         debugger: client of the debugger in the ranks; None = no debugger.
-        kept: workers of a failed job that wait for the debugger.
+        kept: workers of a failed job that are waiting for the debugger.
     """
 
     id = ""
@@ -129,7 +129,9 @@ class Job(Generic[T]):
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._launch_settled = Latch()  # set once the job has started, waits for other machines, or has ended
+        self._launch_settled = (
+            Latch()
+        )  # set once the job has started, is waiting for other machines, or has ended
         self._ended = Latch()
         self._show_again: Callable[[], bool] | None = None
 
@@ -144,7 +146,7 @@ class Job(Generic[T]):
         Raises:
             TimeoutError: the job is still running after ``timeout`` seconds. It continues.
             RuntimeError: the result was released.
-            BaseException: the exception of a worker, with its original type, or one of :mod:`nblaunch.errors`.
+            BaseException: a worker's exception, with its original type, or one from :mod:`nblaunch.errors`.
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
@@ -208,8 +210,8 @@ class Job(Generic[T]):
     def metrics(self) -> list[dict[str, Any]]:
         """The values that ``accelerator.log`` has logged so far, in a new list.
 
-        Each call is a dict with ``step``, ``time_s`` (wall clock), ``rank``, ``attempt`` and the values by name:
-        ``pandas.DataFrame(job.metrics)``.
+        Each call is a dict with ``step``, ``time_s`` (wall clock), ``rank``, ``attempt`` and the values by name, so
+        ``pandas.DataFrame(job.metrics)`` is a table of all calls.
         """
         return list(self._metrics)
 
@@ -226,13 +228,14 @@ class Job(Generic[T]):
     ) -> Path:
         """Write a timeline of each rank's time, for https://ui.perfetto.dev; return the path of the file.
 
-        Each rank of this machine has a track, on a common clock, with waits for data, forward and backward passes,
+        Each rank on this machine has a track, on a common clock, with waits for data, forward and backward passes,
         optimizer steps, collectives, saves, evaluations and longer garbage collections. The last half second of a
-        running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of
-        two steps of each rank: a typical one and the slowest.
+        running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of two steps
+        of each rank: a typical one and the slowest.
 
         Args:
-            path: path of the JSON file; compressed if it ends in ``.gz``. None = ``timeline.json.gz`` in the logs.
+            path: path of the JSON file, which is compressed if the path ends in ``.gz``. None = ``timeline.json.gz`` in
+                the logs.
             profiles: folder of this job's ``ProfileKwargs(output_trace_dir=...)``, whose traces are added.
 
         Raises:
@@ -266,7 +269,7 @@ class Job(Generic[T]):
 
         Returns:
             position in ``args`` -> state dict. The position of a module inside an argument is a path:
-            ``"args[0]['generator']"``. Empty while the job runs, and if it failed.
+            ``"args[0]['generator']"``. Empty while the job is running, and if it failed.
 
         Raises:
             RuntimeError: the weights were released.
@@ -281,7 +284,7 @@ class Job(Generic[T]):
         """Load the trained weights returned by :meth:`weights` into a module.
 
         Args:
-            module: a ``torch.nn.Module`` of the same structure.
+            module: a ``torch.nn.Module`` with the same structure.
             position: position of the module in the job's ``args``; None = the only module.
 
         Raises:
@@ -307,8 +310,8 @@ class Job(Generic[T]):
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
-        Works for a job launched with ``post_mortem=True``, while it runs in the background or after it failed, even on
-        ranks that wait in a collective.
+        Works for a job launched with ``post_mortem=True``, while it is running in the background or after it has
+        failed, even on ranks that are waiting in a collective.
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.
@@ -387,7 +390,7 @@ class Job(Generic[T]):
 
     @hides_launcher
     def detach(self) -> None:
-        """Stop following a job that was launched with ``detach=True``: its displays end, and the job continues.
+        """Stop following a job that was launched with ``detach=True``: its displays end, but the job continues.
 
         :func:`nblaunch.attach` follows it again.
 
@@ -480,7 +483,7 @@ class Job(Generic[T]):
         """Return the client of the debugger in the workers, and the rank to debug.
 
         Args:
-            rank: rank to debug. None = the rank that failed, or the first rank that waits at a ``breakpoint()``.
+            rank: rank to debug. None = the rank that failed, or the first rank that is waiting at a ``breakpoint()``.
 
         Raises:
             RuntimeError: no worker can answer.
@@ -491,7 +494,7 @@ class Job(Generic[T]):
             return kept.find_debugger(rank)
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
             raise RuntimeError(
-                f"no worker of {_named(self)} waits for a debugger. Launch with post_mortem=True to keep the "
+                f"no worker of {_named(self)} is waiting for a debugger. Launch with post_mortem=True to keep the "
                 "workers after a failure, or call breakpoint() in the function. nblaunch.debug(job=...) "
                 "opens pdb in another job or session"
             )
@@ -567,7 +570,7 @@ def remember(job: Job) -> None:
 def jobs_at_breakpoints() -> list[tuple[float, Job]]:
     """Return the jobs with a rank at a ``breakpoint()``, each with the ``monotonic()`` time of the last arrival.
 
-    Only background jobs count: a cell that waits for its job prompts the user itself.
+    Only background jobs count: a cell that is waiting for its job prompts the user itself.
     """
     running = [(job, job.debugger) for job in list(_jobs) if job.is_running]
     return [

@@ -8,9 +8,9 @@
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Logs of ended jobs are kept, so that you can read them after a crash; the oldest jobs are pruned. Only folders with
-nblaunch's stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs are
-kept. A running job locks its folder, so that tools that clean up temporary files skip it.
+Logs of ended jobs are kept, so that you can read them after a crash; the logs of the oldest jobs are pruned. Only
+folders with nblaunch's stamp are ever removed, because the log folder may contain other files. Renamed or copied job
+folders are kept. A running job locks its folder, so that tools that clean up temporary files skip it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LogFolder:
         return self.attempt_path(attempt) / f"rank_{rank}.log"
 
     def stacks_path(self, rank: int, attempt: int = 0) -> Path:
-        """Return the file of a rank's stacks."""
+        """Return the file with a rank's stacks."""
         return self.attempt_path(attempt) / f"rank_{rank}.stacks"
 
     def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
@@ -170,10 +170,10 @@ class JobLog(LogFolder):
         self._unlock()
 
     def prune(self) -> None:
-        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``, except jobs that may be running, in any process.
+        """Remove the oldest job folders beyond ``NBLAUNCH_KEEP_JOBS``, unless their jobs may be running in any process.
 
-        Pruning takes milliseconds, so it happens while workers run. Every twentieth job also prunes before its start,
-        because short jobs end before they prune.
+        Pruning takes milliseconds, so it happens while workers are running. Every twentieth job also prunes before its
+        start, because short jobs end before they can prune.
         """
         names = [name for name in os.listdir(self._root) if name != self.path.name]
         if len(names) < self._max_jobs:

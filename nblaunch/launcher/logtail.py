@@ -1,11 +1,11 @@
-"""Read the log files of workers while they grow or afterwards, and limit their size.
+"""Reads the workers' log files while they grow or afterwards, and limits their size.
 
 If a file exceeds its limit, its end is kept. The rank and its children write to one open file, so the launcher can
 neither rename nor truncate it without losing output. Instead, it frees the blocks at the beginning (a hole, see
-``fallocate(2)``): positions do not change, writers notice nothing, and the newest output is never touched.
+``fallocate(2)``): positions do not change, writers are not affected, and the newest output is never touched.
 
-If the log of a detached job is removed while its rank writes to it, the launcher restores it within a second, with all
-output.
+If a log of a detached job is removed while its rank is writing to it, the launcher restores it within a second, with
+all of its output.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _CHECK_S = 1.0
 Opener = Callable[[str, int], int]
 """Opens a path with flags, like ``opener`` of :func:`open`."""
 
-# Gloo's "Rank N is connected" line. torch 2.8 and 2.9 print it per group, and no setting silences it. nblaunch hides
-# the line unless peers are missing; the log files keep it.
+# Gloo's "Rank N is connected" line. torch 2.8 and 2.9 print it once per group, and no setting silences it. nblaunch
+# hides the line unless peers are missing; the log files keep it.
 _ALL_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\r?"
 )
 
 
 class LogTail:
-    r"""Follows the log file of a rank, turns new output into events, and limits the size of the file.
+    r"""Follows a rank's log file, turns new output into events, and limits the file's size.
 
     Complete lines become events. The text after the last ``\r`` (a progress bar that redraws itself), or an incomplete
     line, is the rank's status. In a complete line, only the text after its last ``\r`` counts, as on a screen. At most
     64 KiB of an incomplete line are held, to limit memory and time.
 
     Args:
-        rank: rank of the log.
+        rank: rank that writes the log.
         path: path of the file, which need not exist yet.
-        max_bytes: limit on its size on disk; None = no limit, or another process enforces it.
-        opener: opens the file; None = by its path.
-        keeps_file: restore the file if it is removed while its rank writes to it.
+        max_bytes: limit on the file's size on disk; None = no limit, or one that another process enforces.
+        opener: opens the file; None = open it by its path.
+        keeps_file: restore the file if it is removed while its rank is writing to it.
 
     Attributes:
         is_behind: whether the last call to :meth:`read` may have left output unread.
@@ -83,7 +83,7 @@ class LogTail:
             self._is_open()
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
-        """Return events for the output since the last call, at most ``max_bytes`` of it."""
+        """Return events for at most ``max_bytes`` of the output since the last call."""
         events = self._keep_within_limit()
         self._restore()
         self.is_behind = True
@@ -96,8 +96,7 @@ class LogTail:
         return [*events, *self._changed_status()]
 
     def read_rest(self) -> Iterator[Event]:
-        """Yield events for the rest of the file, including an incomplete last line, in portions that fit into
-        memory."""
+        """Yield events for the rest of the file, including an incomplete last line, in portions that fit in memory."""
         yield from self._keep_within_limit()
         self._next_check_s = 0.0
         self._restore()
@@ -119,7 +118,7 @@ class LogTail:
         return os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
 
     def follow_restored(self) -> None:
-        """Continue in the file that the launcher wrote in place of a removed one; both begin with the same bytes."""
+        """Continue in the launcher's replacement for a removed file; both files begin with the same bytes."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return
         position = self.position
@@ -131,10 +130,10 @@ class LogTail:
             descriptors.keep_from_children(fd)
 
     def _take(self, max_bytes: int) -> bytes:
-        """Return the next unread bytes; none at the end of the file."""
+        """Return the next unread bytes; empty at the end of the file."""
         if not self._is_open():
             return b""
-        if self._max_bytes is None:  # otherwise only this object makes holes, and skips them itself
+        if self._max_bytes is None:  # otherwise, only this object makes holes, and it skips them itself
             _skip_hole(self._fd)
         chunk = os.read(self._fd, min(_READ_BYTES, max_bytes))
         if self._copy_fd >= 0 and chunk:
@@ -160,7 +159,7 @@ class LogTail:
                 copy_fd = os.dup(file.fileno())
         except FileExistsError:
             return  # another process created it
-        except OSError:  # tried again at the next check
+        except OSError:  # retried at the next check
             with suppress(OSError):
                 self._path.unlink()
             return
@@ -196,7 +195,7 @@ class LogTail:
                 files.free_range(fd, 0, kept_from)
         except OSError as error:
             self._max_bytes = None
-            return [self._outgrown(f"its file system can't free a part of it ({error.strerror})")]
+            return [self._outgrown(f"its file system can't free part of it ({error.strerror})")]
         events: list[Event] = [] if self._kept_from else [self._outgrown("its end is kept")]
         self._kept_from = kept_from
         unread = kept_from - os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -281,9 +280,9 @@ def _on_screen(line: bytes) -> str:
 
 
 def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = None) -> str:
-    """Return a rank's log as a terminal shows it, whole or only its end; empty if the rank never printed.
+    """Return a rank's log, or only its end, as a terminal shows it; empty if the rank has printed nothing.
 
-    If the beginning was dropped, the first line says how much.
+    If its beginning was dropped, the first line says how much is missing.
     """
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:

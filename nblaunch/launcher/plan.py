@@ -1,8 +1,8 @@
-"""LaunchPlan: decides, before any worker starts, how to launch or why a launch is impossible.
+"""LaunchPlan: decides, before any worker starts, how to launch, or explains why a launch is impossible.
 
 It inspects the machine without creating a device context, because workers can't be forked from a kernel that has one. A
-backend may try a fork (``backends/first_use.py``). If devices are unavailable, workers that are kept for the debugger
-are ended, because they may hold the devices.
+backend may try a fork (``backends/first_use.py``). If devices are unavailable, planning ends the workers that are kept
+for the debugger, because they may hold the devices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LaunchPlan:
     Args:
         backend: device family of the workers.
         num_processes: number of workers.
-        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for no workers; for a detached job
-            the requested method, until its process decides.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for no workers; for a detached job, the
+            requested method until the job's process decides.
         reason: why this method was chosen, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: modules in the arguments whose weights come back, by argument path.
@@ -72,7 +72,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
 
     Args:
         spec: what to launch.
-        background: whether the launching call returns while the job runs.
+        background: whether the launching call returns while the job is running.
 
     Raises:
         ValueError: more processes than devices, a precision that the device does not support, an argument that can't
@@ -284,17 +284,17 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
         return _Start("inline", "as requested, the function runs in the kernel")
     hazard = find_fork_hazard(backend, (spec.function, spec.args))
     # A forkserver also forks, which fails on macOS even from a clean process.
-    clean_method = "spawn" if _IS_MACOS else "forkserver"
+    clean_method, source = ("spawn", "fresh interpreters") if _IS_MACOS else ("forkserver", "a forkserver")
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
-            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start from a "
-            f"{clean_method}, and the kernel needs no restart."
+            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start from "
+            f"{source}, and the kernel needs no restart."
         )
     if spec.start_method != "auto":
         return _Start(spec.start_method, "as requested")
     if hazard is not None:
         reason = f"fork is not possible here: {hazard}"
-        fallback = f"workers start from a {clean_method}: {reason}; the kernel needs no restart"
+        fallback = f"workers start from {source}: {reason}; the kernel needs no restart"
         return _Start(clean_method, reason, "" if _IS_MACOS else fallback)
     clean_reason = backend.clean_start_reason()
     if clean_reason is not None:
@@ -317,9 +317,9 @@ def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
     return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)
 
 
-# --- an Accelerator of Hugging Face Accelerate from the notebook -------------------------------------------------
-# A worker that uses it builds its states again (wire/accelerate_states.py), but objects that it prepared in the
-# notebook are for one process: ranks would silently train separately. (nblaunch's own Accelerator detects this itself.)
+# --- a Hugging Face Accelerator from the notebook ------------------------------------------------- A worker that uses
+# it rebuilds its states (wire/accelerate_states.py), but objects that the Accelerator prepared in the notebook are for
+# one process, so ranks would silently train separately. (nblaunch's own Accelerator detects this itself.)
 
 _HAS_PREPARED = (
     "an accelerate.Accelerator that prepared objects in the notebook for one process, so the ranks would train "
@@ -328,7 +328,7 @@ _HAS_PREPARED = (
 
 
 def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
-    """Return a sentence for each Accelerator that the function uses without an argument.
+    """Return a sentence for each Accelerator that the function uses without receiving it as an argument.
 
     Raises:
         ValueError: an argument is such an Accelerator.
@@ -344,7 +344,7 @@ def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
 
 
 def _has_prepared(value: Any) -> bool:
-    """Return whether ``value`` is an Accelerator of Hugging Face Accelerate with prepared objects."""
+    """Return whether ``value`` is an Accelerator from Hugging Face Accelerate that has prepared objects."""
     return packages.is_subclass(type(value), "accelerate.accelerator.Accelerator") and any(
         getattr(value, name, None) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
     )
@@ -399,6 +399,6 @@ def _first_device_use(backend: Backend) -> str:
         return ""
     filename, number, _ = frames[0]
     source = linecache.getline(filename, number).strip()
-    return f"; it was first used in {cell_name(filename)}, line {number}" + (
+    return f"; the device was first used in {cell_name(filename)}, line {number}" + (
         f": `{source:.80}`" if source else ""
     )

@@ -50,7 +50,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Wake all threads that wait; later calls to :meth:`wait` return at once."""
+        """Wake all waiting threads; later calls to :meth:`wait` return at once."""
         self._is_set = True
         with suppress(IndexError):
             while True:
@@ -71,8 +71,8 @@ class Latch:
 class WakePipe:
     """A pipe that wakes a wait loop. Its descriptors stay open while any object refers to it.
 
-    There is no ``close``: a thread or signal handler in the middle of :meth:`wake` could then write its byte into
-    another file with the same number. Drop the last reference instead.
+    There is no ``close``: otherwise, a thread or signal handler in the middle of :meth:`wake` could write its byte into
+    another file that has reused the descriptor's number. Drop the last reference instead.
 
     Raises:
         LaunchError: a pipe could not be created.
@@ -122,7 +122,7 @@ class Query(Future[str]):
 
 
 class JobRequests:
-    """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
+    """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and in any thread.
 
     Every query gets either a reply from the supervisor or the reason why there is none.
 
@@ -149,7 +149,7 @@ class JobRequests:
         self._is_answering = False
 
     def fileno(self) -> int:
-        """Return a descriptor for ``select`` that is readable after a request; -1 after the end."""
+        """Return a descriptor for ``select`` that is readable after a request; -1 after the end of the job."""
         return self._pipe.reading if self._pipe is not None else -1
 
     @property
@@ -169,7 +169,7 @@ class JobRequests:
         self._wake()
 
     def terminate(self, grace_s: float) -> None:
-        """Ask the loops to end, and interrupt them after ``grace_s``; a second call interrupts at once."""
+        """Ask the loops to end, and interrupt them after ``grace_s`` seconds; a second call interrupts them at once."""
         self.termination_grace_s = grace_s
         self.terminations += 1
         self.endings += 1
@@ -199,7 +199,7 @@ class JobRequests:
         return list(_popped(self._signals.popleft))
 
     def cancel_without(self, owner: object) -> None:
-        """Cancel once nothing refers to ``owner``.
+        """Cancel the job once nothing refers to ``owner``.
 
         Python ignores an exception that a signal handler raises in a finalizer, and skips the rest of the finalizer.
         No handler can interrupt this callback, which is one call to a C function.
@@ -224,7 +224,7 @@ class JobRequests:
         return query
 
     def acknowledge(self) -> None:
-        """Consume wake-ups of the pipe."""
+        """Consume the pipe's wake-ups."""
         if self._pipe is not None:
             self._pipe.empty()
 

@@ -3,8 +3,8 @@
     start    in the main thread, while the kernel runs no other code: announce the job, start the first workers
     finish   in that thread or another: supervise the workers, restart them after failures, load their results
 
-A launch in another thread starts its workers in the thread that finishes it, because the system kills them when the
-thread that started them ends (``PR_SET_PDEATHSIG``).
+A launch from another thread starts its workers in the thread that runs ``finish``, because the system kills workers
+when the thread that started them ends (``PR_SET_PDEATHSIG``).
 
 The caller sees the runner as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in
 ``nodes/link.py``), ``start`` only prepares the job, and ``finish`` starts each attempt once the rendezvous is complete.
@@ -70,7 +70,7 @@ class JobRunner(Job):
         spec: what to run.
         plan: how to run it.
         listeners: receive its events.
-        on_prompts: called with the runner while ranks wait for input to pdb.
+        on_prompts: called with the runner while ranks are waiting for input to pdb.
         log: the job's log folder; None = a new folder.
         requests: the job's requests, if they may arrive before it starts.
 
@@ -198,7 +198,7 @@ class JobRunner(Job):
     def _start_job(self) -> None:
         """Announce the job, prepare for later starts, and start the first workers.
 
-        Nothing starts here if the function runs in this process; :meth:`_finish` calls it.
+        If the function runs in this process, nothing starts here; :meth:`_finish` calls the function.
         """
         self._announce_attempt()
         self._prepare_starts()
@@ -364,7 +364,7 @@ class JobRunner(Job):
         )
 
     def _start_from_launch_states(self) -> RunningAttempt:
-        """Start the workers with the random states of the launch.
+        """Start the workers with the launch's random states.
 
         A restart repeats the random numbers of the first attempt, like a script that is run again with its seed.
         """
@@ -439,7 +439,7 @@ class _KeptWorkers(KeptFailure):
     Args:
         supervisor: supervisor of these workers.
         debugger: client of the debugger in each worker.
-        failed_rank: rank with the root cause.
+        failed_rank: rank whose failure is the root cause.
     """
 
     def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:

@@ -37,7 +37,7 @@ CHECK = "slow_steps"
 _LOOK_S = 1.5
 _MAX_SHARE = 0.01  # fraction of a processor for the checks
 _WINDOW_S = 10.0
-_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # limits on the number of a rank's newest spans that are analysed
+_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # limits on how many of a rank's newest spans are analysed
 _ALL_SPANS = 20_000  # spans of all ranks together
 _NUM_LOOKS = 3  # checks in a row after which a cause is named
 _NUM_LOOKS_UNLESS_FIXED = 6
@@ -49,7 +49,7 @@ _SUSPICIOUS_WAIT = 0.2
 
 
 class SlowWatch:
-    """Watches the ranks of this machine in an attempt.
+    """Watches an attempt's ranks on this machine.
 
     Args:
         running: the attempt.
@@ -93,7 +93,7 @@ class SlowWatch:
 
     def _judge(self, now_s: float) -> None:
         times = self._step_times(now_s)
-        if not times:  # nothing is known while ranks do not train
+        if not times:  # nothing is known while ranks are not training
             self._candidate, self._num_seen = None, 0
             return
         pids = {rank: pid for rank, pid in self._group.pids().items() if rank in times}
@@ -103,7 +103,7 @@ class SlowWatch:
         self._note(find_cause(times, uses, machine))
 
     def _step_times(self, now_s: float) -> dict[int, StepTimes]:
-        """Return the step times of all ranks; empty unless all ranks take steps."""
+        """Return the step times of all ranks; empty unless all ranks are taking steps."""
         times = {}
         for rank, spans in self._spans.items():
             first = next((i for i, span in enumerate(spans) if span.ended_s >= now_s - _WINDOW_S), None)
@@ -146,8 +146,8 @@ class _Readings:
         self._stolen_s = self._throttled_s = 0.0
 
     def read(self, pids: Mapping[int, int], now_s: float) -> tuple[dict[int, Processors], Machine]:
-        """Return the processor time of the ranks in ``pids`` (rank -> process) since the last call, and their
-        machine.
+        """Return how much processor time each process in ``pids`` (rank -> process) has used since the last call, and
+        the machine's state.
         """
         elapsed_s = max(now_s - self._read_s, 1e-3)
         before, self._threads = (
@@ -175,7 +175,7 @@ class _Readings:
     def _neighbours(
         self, waiting: Mapping[int, int], pids_of_job: set[int], elapsed_s: float
     ) -> dict[int, Neighbour]:
-        """Return, for each waiting rank, what it shares its processor with."""
+        """Return, for each waiting rank, the processes with which it shares its processor."""
         before, self._processes = self._processes, proc.processes() if waiting else {}
         neighbours: dict[int, Neighbour] = {}
         for rank, pid in waiting.items():

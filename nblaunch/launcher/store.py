@@ -6,8 +6,8 @@ On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, a
     launcher ── listening socket, port chosen by the system                made before workers start
     worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
 
-If a function needs no process group, no store is started. Clients that connect before the store runs wait in the
-socket's backlog. On several machines the agent of node 0 hosts it, and starts it at once (``nodes/agent.py``).
+If a function needs no process group, no store is started. Until the store is running, clients that connect wait in the
+socket's backlog. On several machines, the agent of node 0 hosts the store and starts it at once (``nodes/agent.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STORE_DESCRIPTORS = 16  # for its event loop and its connection to itself, with
 
 
 _running: set[int] = set()
-"""Ports of the stores that run in this process. Each store has a C++ thread that makes forking unsafe."""
+"""Ports of the stores that are running in this process. Each store has a C++ thread that makes forking unsafe."""
 
 
 def is_any_store_running() -> bool:
@@ -68,7 +68,7 @@ class StoreHost:
         descriptors.keep_from_children(self._fd)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a worker needs the store; -1 once the store runs."""
+        """Return a descriptor that is readable when a worker needs the store; -1 once the store is running."""
         return self._socket.fileno() if self._socket is not None else -1
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class StoreHost:
         except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"the store of the workers' process group could not be started: {error}. If descriptors "
-                "(ulimit -n) or processes (ulimit -u, or the pids limit of the container) ran out, use "
+                "(ulimit -n) or processes (ulimit -u, or the container's pids limit) ran out, use "
                 "fewer workers or close other programs."
             ) from error
 
@@ -123,8 +123,8 @@ def store_behind(fd: int, address: str, port: int) -> TCPStore:
     import torch
     from torch.distributed import TCPStore
 
-    # Until torch 2.7, the store's default server rejects an open socket (pytorch/pytorch#150215).
-    takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
+    # Up to torch 2.7, the store's default server rejects an open socket (pytorch/pytorch#150215).
+    takes_sockets = torch.__version__ >= "2.8"  # compares versions, not strings
     return TCPStore(
         address, port, None, True, wait_for_workers=False, master_listen_fd=fd, use_libuv=takes_sockets
     )

@@ -55,7 +55,7 @@ from nblaunch.worker.inheritance.queues import UnreadQueues
 TICK_S = 0.1
 _INSPECTION_S = 0.25
 _BUSY_TICK_S = 0.01
-"""Seconds between checks while ranks answer through memory or files, which do not wake the loop."""
+"""Seconds between checks while ranks are replying through memory or files, which do not wake the loop."""
 
 _POLL_S = 0.02
 """Seconds between polls if the system can't wake the loop when a process ends."""
@@ -64,7 +64,7 @@ _LINGER_S = 60.0
 """How long workers may keep running after their function has returned, for example to upload or write files."""
 
 _LATE_FAILURES_S = 0.3
-"""Seconds from the first failure to the end of its job, if the workers are kept."""
+"""Seconds from the first failure to the end of the job, if the workers are kept."""
 
 _MAX_NAMED = 5
 """Maximum number of processes to name in a note about processes that workers left running."""
@@ -79,7 +79,7 @@ class Supervisor:
         emit: receives every event.
         emit_readings: receives readings of the board, one per rank, 10 times a second.
         debugger: client of the debugger in the workers; None = no debugger.
-        on_prompts: called while ranks wait for input to pdb.
+        on_prompts: called while ranks are waiting for input to pdb.
         read_outbox: reads a rank's outbox, as :func:`nblaunch.wire.outbox.read` does.
     """
 
@@ -162,7 +162,7 @@ class Supervisor:
         return self._report, rank_results
 
     def _leave_workers(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Return the same as :meth:`run`; keep the running workers until :meth:`end_kept`."""
+        """Return the same as :meth:`run`; keep the running workers until :meth:`end_kept` is called."""
         if not self._running.guardian.is_started:
             self._do_deferred()
         if self._running.store is not None:
@@ -195,7 +195,7 @@ class Supervisor:
             self._running.guardian.start()
         try:
             self._attempt.log.prune()
-        except OSError as error:  # old logs must not end a job
+        except OSError as error:  # a problem with old logs must not end the job
             self._note(f"logs of earlier jobs could not be removed: {error}", "warning")
 
     # --- the wait loop -----------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Supervisor:
     def _ends_with_kept_workers(self) -> bool:
         """Return whether the attempt ends but its workers stay for the debugger, because a rank has failed.
 
-        Other ranks get a moment to raise as well, because the first failure is not always the root cause.
+        Other ranks get a moment to raise exceptions as well, because the first failure is not always the root cause.
         """
         if self._post_mortem_since_s is None or self._escalation is not None or not self._alive:
             return False
@@ -329,7 +329,7 @@ class Supervisor:
             self._report.exits[rank] = (status, now)
             self._read_pipes([rank])  # its last events, before its end is judged
             if status.code == 0 and self._report.is_script and rank not in self._report.failed:
-                self._handle(rank, Returned(rank, now))  # it left with os._exit(0), or became another program
+                self._handle(rank, Returned(rank, now))  # it called os._exit(0), or became another program
             self._running.guardian.watch_only(self._group.process_groups())
             was_stopped = rank in self._report.signalled
             self._emit(Exited(rank=rank, time_s=now, status=status, was_stopped=was_stopped))
@@ -377,8 +377,8 @@ class Supervisor:
             self._escalation.add_interrupt(now)
         else:
             spec = self._attempt.spec
-            # If a session is interrupted while its workers start, the interrupt arrives here. No worker
-            # notices it, because no user code runs.
+            # If a session is interrupted while its workers are starting, the interrupt arrives here. No worker notices
+            # it, because no user code is running.
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
             start = on_boundary if self._peers is None else self._peers.boundary
@@ -406,20 +406,18 @@ class Supervisor:
         if self._peers is None:
             return
         if self._peers.is_closed and self._peers in self._selector.get_map():
-            self._selector.unregister(self._peers)  # its end would wake the loop forever
+            self._selector.unregister(self._peers)  # otherwise its end of file would keep waking the loop
         if self._peers.must_end:
             self._begin_escalation()
 
     def _begin_escalation(self) -> None:
-        """Stop all ranks after a failure or a hang, or if they take too long to end, unless they are already being
-        stopped.
-        """
+        """Stop all ranks after a failure, a hang or a slow exit, unless they are already being stopped."""
         if self._escalation is None:
             grace_s = self._attempt.spec.interrupt_grace_s
             self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
 
     def _escalate_by(self, escalation: Escalation) -> None:
-        """Stop all ranks as ``escalation`` says. Release ranks that wait for the debugger at a failure."""
+        """Stop all ranks as ``escalation`` says. Release ranks that are waiting for the debugger at a failure."""
         self._escalation = escalation
         if self._debugger is not None:
             self._debugger.release()
@@ -453,9 +451,12 @@ class Supervisor:
         # A forkserver that blocks before it starts its workers has not reported their pids.
         name, hint = f"rank {rank}", ""
         if pid is not None:
-            name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
+            name, hint = (
+                f"{name} (pid {pid})",
+                f"; as root, cat /proc/{pid}/stack shows what it is waiting for",
+            )
         text = (
-            f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks "
+            f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system is blocking "
             f"it. The job continued without it. The process keeps its memory and devices until the system ends it{hint}"
         )
         self._group.abandon(rank)
@@ -482,7 +483,7 @@ class Supervisor:
             self._begin_escalation()
 
     def _poll_agreement(self) -> None:
-        """Continue to agree on the step at which all ranks leave their loops."""
+        """Continue the agreement on the step at which all ranks leave their loops."""
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
@@ -492,12 +493,12 @@ class Supervisor:
                 self._escalation.begin_now(time.monotonic())
 
     def _active_pids(self) -> dict[int, int]:
-        """Return the processes, by rank, of the ranks whose function is running or that are still sending states."""
+        """Return rank -> pid, for the ranks whose function is running or that are still sending states."""
         running = (self._alive & self._started) - self._done() - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
     def _done(self) -> set[int]:
-        """Return the ranks that have sent everything, and idle ranks of a session."""
+        """Return the ranks that have sent everything, and a session's idle ranks."""
         done = {reading.rank for reading in self._board.read() if reading.state is WorkerState.DONE}
         return self._report.delivered | done
 
@@ -540,7 +541,7 @@ class Supervisor:
             return
         self._next_inspection = now + _INSPECTION_S
         if self._debugger is not None and self._debugger.prompts:
-            self._hangs.begin_anew()  # ranks may wait for a rank in pdb
+            self._hangs.begin_anew()  # ranks may be waiting for a rank that is in pdb
             return
         pids = self._active_pids()
         self._running.memory.update()
@@ -597,4 +598,4 @@ class Supervisor:
 
 
 def _nothing() -> None:
-    """Do nothing, because the end of a process only wakes the loop, which then reaps the process."""
+    """Do nothing while ranks are waiting for input to pdb."""

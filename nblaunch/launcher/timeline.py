@@ -57,7 +57,7 @@ _INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
 _US_PER_S = 1_000_000  # the format counts in microseconds; whole numbers keep the file small
 _COMPRESSION = 4
 _PID = 1  # the job's process in the file; its threads are the ranks
-_PIDS_PER_RANK = 1000  # for the processes of a trace
+_PIDS_PER_RANK = 1000  # for the processes in a trace
 
 _RANK_OF_TRACE = re.compile(r"(\d+)\.json$")
 
@@ -185,7 +185,7 @@ def _profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dic
     """Yield the events of all traces in a folder. In the timeline, each trace has processes of its own.
 
     Args:
-        folder: folder with one file per rank, whose name ends in the rank and ``.json``.
+        folder: folder with one file per rank; the file's name ends in the rank and ``.json``.
         start_s: time 0 of the timeline, on the monotonic clock.
         end_s: end of the timeline.
 
@@ -196,7 +196,7 @@ def _profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dic
     files = {int(name[1]): path for path in folder.iterdir() if (name := _RANK_OF_TRACE.search(path.name))}
     if not files:
         raise FileNotFoundError(
-            f"{folder} has no traces: the name of a rank's trace ends in the rank and .json"
+            f"{folder} has no traces: the name of a rank's trace must end in the rank and .json"
         )
     for rank, path in sorted(files.items()):
         yield from _events_of_trace(path, rank, start_s, end_s)
@@ -212,8 +212,8 @@ def _events_of_trace(path: Path, rank: int, start_s: float, end_s: float) -> Ite
     slices = [event for event in events if event.get("ph") == "X" and event.get("pid") != "Spans"]
     length_us = (end_s - start_s) * _US_PER_S
     if not any(-event.get("dur", 0) <= event["ts"] + shift_us <= length_us for event in slices):
-        raise ValueError(f"{path} was not recorded while the job ran")
-    # A trace identifies some processes and threads by text.
+        raise ValueError(f"{path} was not recorded while the job was running")
+    # A trace identifies some processes and threads by strings.
     pids = defaultdict[Any, int](count((rank + 1) * _PIDS_PER_RANK).__next__)
     tids = defaultdict[Any, int](count(1).__next__)
     for event in slices:
@@ -363,7 +363,7 @@ def _milliseconds(time_us: float) -> str:
 # --- the spans of an attempt, in files -----------------------------------------------------------------------------
 
 _MAX_FILE_BYTES = 32 << 20
-"""Maximum size of a file; two are kept. 8 ranks with 10,000 steps of 4 spans each fill a third of one."""
+"""Maximum size of a file; two files are kept. Eight ranks with 10,000 steps of 4 spans each fill a third of a file."""
 
 _WRITE_S = 0.5
 _FILES = ("spans.before", "spans")

@@ -3,7 +3,7 @@
 A state dict may hold :class:`ShardedTensor` for tensors that arrived in shards, and :class:`Unchanged` for tensors that
 no worker changed. The counterpart for files is :mod:`nblaunch.training.checkpoints.load_weights`.
 
-This module also describes modules that the function uses but does not get as arguments. Their weights are not
+This file also describes torch modules that the function uses but does not receive as arguments. Their weights are not
 collected.
 """
 
@@ -46,8 +46,7 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
                     names[name] = value
                     continue
                 shards = names[name].shards if name in names else ()
-                # If there are several machines, each sends its own shards, and machines may send the same
-                # shards.
+                # If there are several machines, each sends its own shards, and two machines may send the same shard.
                 if (value.offset, value.data.shape) not in {
                     (shard.offset, shard.data.shape) for shard in shards
                 }:
@@ -77,13 +76,13 @@ def load_back(
     Args:
         modules: the kernel's modules, by argument path.
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
-        lost: argument path -> which part of the state dict was lost, or why all of it was.
+        lost: argument path -> which part of the state dict was lost, or the reason why the whole state dict was lost.
         what: name of these weights in the note.
-        elsewhere: argument path -> the ranks that have changed the module and whose changes are lost, if none of
-            them sent its weights.
+        elsewhere: argument path -> the ranks that changed the module, for modules whose weights none of these ranks
+            sent; their changes are lost.
 
     Returns:
-        the paths of the modules that now have the trained weights, and notes about all modules. Missing or incomplete
+        The paths of the modules that now have the trained weights, and notes about all modules. Missing or incomplete
         weights are reported as warnings.
     """
     back: list[ArgPath] = []
@@ -97,7 +96,7 @@ def load_back(
         if misfit:
             warnings.append(
                 f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
-                f"loaded ({misfit}); last_job().weights()[{path!r}], or weights() of the session, has them"
+                f"loaded ({misfit}); last_job().weights()[{path!r}], or the session's weights(), has them"
             )
         else:
             (back if _has_changes(state) else unchanged).append(path)
@@ -155,8 +154,8 @@ def _notes_of_elsewhere(
     paths_by_ranks.pop((), None)
     return [
         Note.of_job(
-            f"{listed(modules, paths)} changed only on {formatting.ranks(ranks)}, and the weights come from another "
-            "rank, where nothing has changed them. To train a model on each rank, return its state_dict() and launch "
+            f"{listed(modules, paths)} changed only on {formatting.ranks(ranks)}, but the weights come from another "
+            "rank, where they have not changed. To train a model on each rank, return its state_dict() and launch "
             "with return_all=True",
             "warning",
         )
@@ -170,13 +169,13 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the state does not fit; nothing was loaded.
     """
-    import torch  # imported here, because this process may only have followed the job
+    import torch  # imported here, because this process may not have imported torch if it only followed the job
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(
             f"{type(module).__name__} is not a torch.nn.Module, so weights can't be loaded into it"
         )
-    with signal_handlers.held_back():  # an interrupt would leave a part of the weights in the module
+    with signal_handlers.held_back():  # an interrupt would leave the module with only part of the weights
         misfit = _load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(
@@ -320,7 +319,7 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
     The comparison comes first, because ``load_state_dict`` loads the entries that fit before it raises an error.
-    Modules with their own loading code are not compared: for example, observers of quantisation-aware training accept
+    Modules with their own loading code are not compared: for example, observers for quantisation-aware training accept
     other shapes.
     """
     module = without_wrappers_inside(module)
@@ -335,7 +334,7 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
         if isinstance(value, ShardedTensor) and value.num_missing
     ]
     reasons += [
-        f"{name} is {there} in the worker and {here} in the kernel"
+        f"{name} is {there} in the worker but {here} in the kernel"
         for name, here, there in shape_mismatches(module, current, state)
     ]
     return formatting.first(reasons, _MAX_NAMED, "; ")

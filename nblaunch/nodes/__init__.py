@@ -1,4 +1,5 @@
-"""Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine imports nothing here.
+"""Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine does not import this
+package.
 
     node 0                                                   node 1
     launcher ── start ─> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <─ start ── launcher
@@ -15,7 +16,7 @@ Events, logs, diagnosis, results, trained weights and escalation would also need
 in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
 
 nblaunch differs from torchrun in three more ways. Workers do not share the agents' store: each start gets a new store
-in the agent of node 0, so that nothing reads a value of an earlier start by mistake. No store listens on all
+in the agent of node 0, so that no worker reads a value from an earlier start by mistake. No store listens on all
 interfaces. And a node whose ranks have returned starts them again if other nodes restart theirs.
 
 In the launcher:

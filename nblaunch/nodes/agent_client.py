@@ -1,4 +1,4 @@
-"""The launcher's side of its node's agent: starts the process, sends and receives messages."""
+"""The launcher's client for its node's agent: starts the process, and sends and receives messages."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class AgentClient:
     """The agent of the launcher's node: its process, and the connection to it.
 
     Args:
-        log_path: file for the output of the agent.
+        log_path: file for the agent's output.
 
     Attributes:
         address: address at which the other nodes reach this node.
         rendezvous: configuration of the rendezvous.
-        silence_s: seconds without a heartbeat of a node after which the user is notified.
-        patience_s: seconds without a heartbeat after which a node is lost.
+        silence_s: seconds without a heartbeat from a node after which the user is notified.
+        patience_s: seconds without a heartbeat after which a node is considered lost.
         heartbeats: last heartbeat of each other node.
         ended: outcome of the agent; None while it runs.
-        is_changing: the agent has asked the launcher to stop the workers because the set of nodes changes.
+        is_changing: the agent has asked the launcher to stop the workers because the set of nodes is changing.
         is_closed: the agent has closed its end of the connection.
 
     Raises:
@@ -91,7 +91,7 @@ class AgentClient:
             if listener is not None:
                 listener.close()
         self.ended = None
-        self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # none are expected before
+        self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # none are expected earlier
 
     def _listen(self, host: str, port: int) -> StoreHost | None:
         """Open the store's socket if this node hosts it; return None otherwise."""
@@ -144,7 +144,7 @@ class AgentClient:
     def _end_process(self, patience_s: float) -> None:
         """Wait up to ``patience_s`` seconds for the agent to exit; kill it if it has not."""
         process, self._process = self._process, None
-        if process is None:  # a restart ended it and could not start another
+        if process is None:  # a restart ended it but could not start another one
             return
         deadline = time.monotonic() + patience_s
         while process.poll() is None and time.monotonic() < deadline:
@@ -175,7 +175,7 @@ class AgentClient:
             elif isinstance(message, AgentEnded):
                 self.ended = message
         if self.is_closed and self.ended is None:
-            self.end(f"the agent of this node has died; its log: {self._log_path}")
+            self.end(f"this node's agent has died; its log: {self._log_path}")
         return received
 
     def take_world(self) -> WorldFormed | None:
@@ -217,7 +217,7 @@ def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     try:
-        # The agent inherits the set of blocked signals: a batch system signals all processes of a job, and only the
+        # The agent inherits the set of blocked signals: a batch system signals all processes in a job, but only the
         # launcher decides what to do.
         return start_program(
             "nblaunch.nodes.agent",
@@ -227,5 +227,5 @@ def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise LaunchError(
-            f"the agent of this node, which joins the rendezvous, could not be started ({sys.executable}): {error}"
+            f"this node's agent, which joins the rendezvous, could not be started ({sys.executable}): {error}"
         ) from error

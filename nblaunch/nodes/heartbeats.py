@@ -1,15 +1,15 @@
-"""Heartbeats: each node publishes its state on the rendezvous store and reads the states of all others.
+"""Heartbeats: each node publishes its state to the rendezvous store and reads the states of all others.
 
     <prefix>/num_nodes        number of nodes that have ever published
     <prefix>/node/<n>         id of the n-th node
     <prefix>/heartbeat/<id>   last heartbeat of that node, compressed
     <prefix>/pulse/<id>       its count, and its version, which rises with each urgent change
 
-A thread of the agent publishes and reads twice a second, or immediately if a change is urgent. It sends six requests,
-whatever the number of nodes. It reads all pulses (a few bytes each) to see which nodes are alive. It reads only the
-heartbeats that have a new version, plus two others in rotation, so that traffic grows with the number of nodes rather
-than with its square. Heartbeats of nodes that have ended stay in the store, but their count no longer rises. Values are
-plain data (``wire/schema.py``); the agent ignores values that were not written by a node of this job.
+A thread of the agent publishes and reads twice a second, or immediately if a change is urgent. Each time, it sends six
+requests, whatever the number of nodes. It reads all pulses (a few bytes each) to see which nodes are alive. It reads
+only the heartbeats that have a new version, plus two others in rotation, so that traffic grows with the number of nodes
+rather than with its square. Heartbeats of nodes that have ended stay in the store, but their count no longer rises.
+Values are plain data (``wire/schema.py``); the agent ignores values that were not written by a node of this job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUM_IN_TURN = 2
 """Number of heartbeats that a node reads each time even if their version is unchanged, to get new steps and losses."""
 
 _NUM_TURNS = 20
-"""Number of rounds of reading after which a node has read every heartbeat; they take ten seconds."""
+"""Number of rounds in which a node reads every heartbeat at least once; together, they take ten seconds."""
 
 _MAX_BYTES = 4 << 20
 _RECONNECT_S = 5.0
@@ -168,7 +168,7 @@ class HeartbeatExchange:
     """Publishes this node's heartbeat and reads the heartbeats of other nodes. All methods are thread-safe.
 
     Args:
-        emit: receives the heartbeats of the other nodes after each reading.
+        emit: receives the heartbeats of the other nodes each time they have been read.
     """
 
     def __init__(self, config: AgentConfig, id: str, emit: Callable[[Event], None]) -> None:
@@ -265,7 +265,7 @@ class HeartbeatExchange:
             self._changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
 
     def wait_for_final(self) -> None:
-        """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes in the world.
+        """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes in the current world.
 
         The final tables show the last losses and readings that these heartbeats contain.
         """
@@ -289,8 +289,8 @@ class HeartbeatExchange:
         if self._is_store_lost or not self._others:
             return True
         if self._rendezvous.listen_fd < 0:
-            # The heartbeat after this node's first final one acknowledges the last heartbeat of the node that hosts the
-            # store.
+            # This node must send one more heartbeat after the first in its final state: it acknowledges the last
+            # heartbeat of the node that hosts the store.
             return self._published > count
         return self._published >= count and all(self._has_received(other, count) for other in self._others)
 

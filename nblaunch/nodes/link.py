@@ -1,10 +1,10 @@
-"""The connection of a launcher to the other nodes: it waits for them, sends summaries and handles heartbeats.
+"""A launcher's connection to the other nodes: it waits for them, sends summaries and handles heartbeats.
 
     next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
                         │ receive, exchange
                       agent
 
-``agent_client.py`` is the client of the agent; ``peer_states.py`` holds the state of the other nodes. The link neither
+``agent_client.py`` is the agent's client; ``peer_states.py`` holds the state of the other nodes. The link neither
 starts nor signals workers: :class:`NodeRunner` runs a job through it. The agent decides on restarts, together with the
 agents of the other nodes.
 """
@@ -137,8 +137,8 @@ class PeersLink:
         """Wait until all nodes have joined; return None if the workers are not started again.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted while it waited.
-            JobCancelled: the job was cancelled while it waited.
+            KeyboardInterrupt: the job was interrupted while it was waiting.
+            JobCancelled: the job was cancelled while it was waiting.
             LaunchError: the first rendezvous failed.
         """
         began_s = time.monotonic()
@@ -179,7 +179,7 @@ class PeersLink:
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _pass_on_stop(self) -> None:
-        """Send a stop request made after this node's ranks returned, because ranks of other nodes are still running."""
+        """Send a stop request made after this node's ranks returned, because ranks on other nodes are still running."""
         is_wanted = self._requests.wants_stop or self._requests.terminations > 0
         if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
             self._stop.is_wanted = True
@@ -227,7 +227,7 @@ class PeersLink:
             where, timeout_s = self._agent.rendezvous.endpoint, self._spec.rendezvous_timeout_s
             error = (
                 f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s, "
-                "and this node's agent does not answer"
+                "and this node's agent does not respond"
             )
             self._agent.end(error)
             self._report_end(error)
@@ -242,7 +242,7 @@ class PeersLink:
         self._requests.acknowledge()
         if self._requests.is_cancelled:
             self._agent.leave("was cancelled")
-            raise JobCancelled(f"{self._spec.function_name} was cancelled while it waited for other nodes")
+            raise JobCancelled(f"{self._spec.function_name} was cancelled while waiting for other nodes")
         if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
             self._agent.leave("was interrupted")
             raise KeyboardInterrupt
@@ -333,7 +333,7 @@ class PeersLink:
 
     @property
     def _has_lost_agent(self) -> bool:
-        """Whether the agent has ended and is not replaced, so that silence from other nodes means nothing."""
+        """Whether the agent has ended and will not be replaced, so that silence from other nodes means nothing."""
         ended = self._agent.ended
         return ended is not None and bool(ended.error) and not ended.can_retry
 
@@ -343,7 +343,7 @@ class PeersLink:
         return NodesStopAgreement(slots, self._stop, peers.stop_states, peers.failures)
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Start an agreement among the ranks of this machine, because only its launcher was interrupted."""
+        """Start an agreement among the ranks on this machine, because only its launcher was interrupted."""
         return on_boundary(slots, now_s)
 
     def exchange(
@@ -352,7 +352,7 @@ class PeersLink:
         """Send the state of this node's ranks to the other nodes, and return the readings of all ranks.
 
         Args:
-            report: facts of the attempt; updated with the failures of other nodes.
+            report: facts about the attempt; updated with failures on other nodes.
             running: rank -> slot, for ranks of this node whose function has not returned.
         """
         now = time.monotonic()
@@ -374,7 +374,7 @@ class PeersLink:
     def conclude(self, report: AttemptReport) -> None:
         """Report to the agent how this node's workers ended; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
-        # Report it even if the function has handled the interrupt on this node: ranks of other nodes have not.
+        # Report the interrupt even if the function has handled it on this node, because ranks on other nodes have not.
         if self._requests.interrupts:
             self._agent.leave("was interrupted")
             return
@@ -432,7 +432,7 @@ class PeersLink:
 
 
 class NodeRunner(JobRunner):
-    """Runs this node's ranks of a job on several machines, until the agents announce no further attempt."""
+    """Runs this node's ranks in a job on several machines, until the agents announce no further attempts."""
 
     _link: PeersLink | None = None
     _restart_count = 0
@@ -442,11 +442,11 @@ class NodeRunner(JobRunner):
         self._prepare_starts()
 
     def _join(self) -> PeersLink:
-        """Wait until all nodes have joined, and start the workers of this one.
+        """Wait until all nodes have joined, and start this node's workers.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted while it waited for other nodes.
-            JobCancelled: the job was cancelled while it waited for other nodes.
+            KeyboardInterrupt: the job was interrupted while it was waiting for other nodes.
+            JobCancelled: the job was cancelled while it was waiting for other nodes.
             LaunchError: the nodes did not find each other, or workers could not be started.
         """
         log_path = str(self.log.new_file("agent.log"))
@@ -476,7 +476,7 @@ class NodeRunner(JobRunner):
         """
         link = self._join()
         report, rank_results = self._finish_attempt(link)
-        # Nodes whose ranks have returned remain in the job: after SIGTERM, others may still save a checkpoint.
+        # Nodes whose ranks have returned remain in the job: after SIGTERM, others may still be saving a checkpoint.
         while (report.is_success or not self._must_not_restart(report)) and (world := link.next_world()):
             self._next_attempt()
             self._start_in_world(world)

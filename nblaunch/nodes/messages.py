@@ -137,8 +137,8 @@ class StopState:
 
     Args:
         is_wanted: a stop was requested on any node.
-        proposal: number of the check at which all ranks stop, from a leader; 0 = none yet.
-        decision: the proposal once the leader has accepted it, negated once the leader has withdrawn it.
+        proposal: number of the check at which a leader proposes that all ranks stop; 0 = none yet.
+        decision: the proposal if the leader has accepted it; its negative if the leader has withdrawn it.
         replies: rank -> checks so far, and the reply to the proposal.
     """
 
@@ -150,7 +150,7 @@ class StopState:
 
 @dataclass(frozen=True)
 class Summary(Event):
-    """State of the workers of this node.
+    """State of this node's workers.
 
     Args:
         exits: rank -> how and when its process ended.
@@ -184,7 +184,7 @@ class Leave(Event):
     """This node leaves the job.
 
     Args:
-        reason: reason for the other nodes, as the end of a sentence: ``was interrupted``.
+        reason: reason that the other nodes report, as the end of a sentence: ``was interrupted``.
     """
 
     reason: str = ""
@@ -198,7 +198,7 @@ class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        topology: topology of this node's first worker, with the port of the store on the agent of node 0.
+        topology: topology of this node's first worker, with the port of the store in the agent of node 0.
         nodes: all nodes, by node rank.
         restart_count: number of earlier starts of the workers; the same on all nodes.
     """
@@ -226,7 +226,7 @@ class Heartbeat:
         state: one of the states above.
         restart_count: the start of the workers that the summary describes, as in :class:`WorldFormed`.
         received: id -> count of the last heartbeat received from each other node that has ended.
-        version: rises with each change that other nodes must know immediately.
+        version: rises with each change that other nodes must know about immediately.
     """
 
     id: str

@@ -23,8 +23,8 @@ def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
     """Resolve a host name to its first address.
 
     Args:
-        is_shared: other machines must be able to reach the host. On Debian and Ubuntu, /etc/hosts maps the machine's
-            own name to 127.0.1.1; such a name then resolves to the address on the default route.
+        is_shared: whether other machines must be able to reach the host. On Debian and Ubuntu, /etc/hosts maps the
+            machine's own name to 127.0.1.1; such a name then resolves to the address on the default route.
 
     Raises:
         LaunchError: the host is unknown, or no other machine can reach it.
@@ -62,7 +62,7 @@ def address_towards(address: str, port: int) -> str:
             probe.connect((address, port))
         except OSError as error:
             raise LaunchError(
-                f"no network interface of this machine can reach the rendezvous at {address}: "
+                f"no network interface on this machine can reach the rendezvous at {address}: "
                 f"{error.strerror}"
             ) from error
         return str(probe.getsockname()[0])
@@ -78,7 +78,7 @@ def default_address() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with an address of this machine; None if there is none."""
+    """Return the name of the interface that has ``address``, an address of this machine; None if there is none."""
     if _is_loopback(address):
         return LOOPBACK
     return next((name for name, local in interface_addresses() if local == address.partition("%")[0]), None)
@@ -101,7 +101,7 @@ def worker_settings(topology: Topology, address: str) -> dict[str, str | None]:
 
     Args:
         topology: topology of a worker; for a single node, no variables are needed.
-        address: address of this machine for the other nodes. Variables that the user has set are kept.
+        address: address at which the other nodes reach this machine. Variables that the user has set are kept.
     """
     if topology.num_nodes == 1:
         return {}

@@ -1,4 +1,4 @@
-"""The state of a job's other nodes, derived from their heartbeats, and the agreement on a step at which all stop.
+"""The state of a job's other nodes, derived from their heartbeats, and the agreement on a step at which all ranks stop.
 
     heartbeats, twice a second ──> update ──> events and readings of their ranks, for the dashboard
     clock                      ──> check  ──> "node 1 (host b, ranks 2 and 3) has sent no heartbeat for 5 s"
@@ -75,7 +75,7 @@ class PeerStates:
             if peer is None or heartbeat.count == peer.count:
                 continue
             if peer.is_silent:
-                notes.append(f"{peer.node} sends heartbeats again, after {now_s - peer.received_s:.0f} s")
+                notes.append(f"{peer.node} is sending heartbeats again after {now_s - peer.received_s:.0f} s")
             peer.count, peer.received_s, peer.is_silent = heartbeat.count, now_s, False
             events += self._handle_summary(peer, heartbeat)
             notes += self._handle_state(peer, heartbeat)
@@ -130,7 +130,7 @@ class PeerStates:
     # --- silence -------------------------------------------------------------------------------------------------
 
     def check(self, now_s: float) -> list[str]:
-        """Return notes about nodes without heartbeats since the last check; mark nodes that time out as lost."""
+        """Return notes about nodes that have fallen silent since the last check; mark timed-out nodes as lost."""
         notes = []
         for peer in self._by_id.values():
             silent_s = now_s - peer.received_s
@@ -182,17 +182,17 @@ def _silence(peer: _Peer, silent_s: float) -> str:
 
 @dataclass
 class NodesStopAgreement:
-    """One node's part in a :class:`StopAgreement` over the ranks of all nodes, which is reached through heartbeats.
+    """One node's part in a :class:`StopAgreement` among the ranks of all nodes, which is reached through heartbeats.
 
         leader: StopAgreement over all slots, with copies of the slots of other nodes
             ── proposal, decision ──> other nodes write them into their ranks' slots
             <── checks, replies ──    and report the replies of their ranks
 
     Any node may start it. The lowest-numbered node with a running rank leads. Once all its ranks have returned, it
-    makes no more proposals or decisions, and the next node leads as soon as it receives that state. The same heartbeat
-    contains the last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step.
-    Each proposal therefore names a later step than the one before, and the highest one is valid. Heartbeats take about
-    half a second, so the proposed step is further ahead than on one node.
+    makes no more proposals or decisions, and the next node leads as soon as it receives a heartbeat with this state.
+    The same heartbeat contains the last proposal: if it was decided, all ranks stop there; if not, the new leader
+    proposes a later step. Each proposal therefore names a later step than the one before, and the highest one is valid.
+    Heartbeats take about half a second, so the proposed step is further ahead than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.
@@ -220,7 +220,7 @@ class NodesStopAgreement:
 
     def _is_leader(self, running: Sequence[int]) -> bool:
         others = self.remote.labels.keys() - self.remote.returned.keys()
-        return bool(running) and min(running) < min(others, default=math.inf)  # a lower node has lower ranks
+        return bool(running) and min(running) < min(others, default=math.inf)  # ranks are ordered by node
 
     def _follow(self, leader: StopState) -> None:
         for slot in self.slots.values():
@@ -233,7 +233,7 @@ class NodesStopAgreement:
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
         if self._agreement is None:
-            # A proposal must be ahead of all ranks, and a node's first heartbeats do not contain its own checks.
+            # A proposal must be ahead of all ranks, but a node's first heartbeats do not contain its own checks.
             if not self.remote.labels.keys() <= replies.keys() | self.remote.returned.keys():
                 return
             slots = {**self.slots, **self._copies}

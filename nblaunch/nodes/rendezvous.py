@@ -1,4 +1,4 @@
-"""The rendezvous of nodes: its store, and torch's handlers on it.
+"""The nodes' rendezvous: its store, and torch's handlers that use the store.
 
 The store listens on the configured address only. torch's ``c10d`` and ``static`` handlers would open a store on all
 interfaces, so nblaunch passes this store to them. torch also keeps the state of a ``c10d`` rendezvous in the store as a
@@ -49,7 +49,7 @@ _POLL_S = 0.2
 
 
 def open_store(config: RendezvousConfig) -> TCPStore:
-    """Start the store on the listening socket, or connect to the store of another node.
+    """Start the store on the listening socket, or connect to another node's store.
 
     Raises:
         RuntimeError: the store did not respond in time.
@@ -80,7 +80,8 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
         return StaticRendezvous(config, store, id)
     names = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
     conf = {name: math.ceil(config.conf[name]) for name in names if name in config.conf}
-    # Time in which more nodes may join after the minimum: torch's 30 s, but at most half of the whole timeout.
+    # Time in which more nodes may join once the minimum number has joined: torch's 30 s, but at most half of the whole
+    # timeout.
     conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, config.timeout_s / 2)))
     parameters = RendezvousParameters(
         backend="c10d",
@@ -173,7 +174,7 @@ def _pickled(plain: bytes) -> bytes:
 class StaticRendezvous(StaticTCPRendezvous):
     """A static rendezvous with rounds, which lets all nodes restart together.
 
-    torch's static rendezvous has a single round: after a restart, a node would read values of the previous round.
+    torch's static rendezvous has a single round: after a restart, a node would read values from the previous round.
     """
 
     def __init__(self, config: RendezvousConfig, store: TCPStore, id: str) -> None:

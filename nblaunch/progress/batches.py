@@ -1,6 +1,6 @@
-"""Batches of any library: their sizes, and the digests that ranks use to compare what they read.
+"""Batches from any library: their sizes, and the digests that ranks use to compare what they read.
 
-Only lists, tuples and mappings are searched for tensors, because reading another object could run any code.
+Only lists, tuples and mappings are searched for tensors, because reading another object could run arbitrary code.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # of a batch, and of each tensor or row
+_MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # per batch, and per tensor or row
 
 
 def num_rows(batch: Any) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor or array, 0 if there is none."""
+    """Return the number of rows in a batch: the first dimension of its first tensor or array; 0 if there is none."""
     shape = getattr(batch, "shape", None)
     if isinstance(shape, tuple):
         return shape[0] if shape and isinstance(shape[0], int) else 0
@@ -21,7 +21,7 @@ def num_rows(batch: Any) -> int:
 
 
 def num_elements(batch: Any) -> int:
-    """Return the number of elements of a batch's largest tensor or array, 0 if there is none."""
+    """Return the number of elements in a batch's largest tensor or array; 0 if there is none."""
     shape = getattr(batch, "shape", None)
     if isinstance(shape, tuple):
         return math.prod(size for size in shape if isinstance(size, int))
@@ -29,7 +29,7 @@ def num_elements(batch: Any) -> int:
 
 
 def digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, the same in all processes; None if all are equal."""
+    """Return a digest of a few numbers in a batch, equal in all processes; None if the numbers are all the same."""
     values: list[float] = []
     for tensor in _tensors(batch):
         values += numbers(tensor, _NUM_ELEMENTS)
@@ -53,7 +53,7 @@ def row_digests(batch: Any, max_rows: int) -> list[int]:
 
 
 def numbers(tensor: Any, count: int) -> list[float]:
-    """Return up to ``count`` evenly spaced numbers of a tensor."""
+    """Return up to ``count`` evenly spaced numbers from a tensor."""
     flat = tensor.detach().reshape(-1)
     values: list[float] = flat[:: max(1, len(flat) // count)][:count].double().tolist()
     return values

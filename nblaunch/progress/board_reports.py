@@ -1,4 +1,4 @@
-"""Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
+"""A rank's reports on the progress board: loops over data, loss, device memory, busy time.
 
 All libraries in a process share its :class:`Reports`.
 
@@ -73,12 +73,12 @@ def length_of(iterable: Any) -> int:
 
 
 class LoopStack:
-    """The loops that run in this process, outermost first; the last one writes to the slot.
+    """The loops that are running in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, counted from 1. It is shown even while a loop does not train.
-    ``last_training`` is the training loop that began last. ``plan`` is the plan of the framework that is training, or
-    None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board, or None after its
-    end.
+    ``epoch`` is the number of the current or last epoch, counted from 1. It is shown even during loops that do not
+    train. ``last_training`` is the number of the training loop that began last. ``plan`` is the plan of the framework
+    that is training, or None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board,
+    or None after its end.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -123,7 +123,7 @@ class LoopStack:
         return begun
 
     def advance(self, loop: Loop, samples: int = 0) -> None:
-        """Count the next batch of ``loop``. Called at every step."""
+        """Count the next batch of ``loop``. Called in every step."""
         loop.step += 1
         if self.shown is loop:
             self._slot.advance(samples)
@@ -141,7 +141,7 @@ class LoopStack:
             self._slot.count_samples(samples)
 
     def begin_anew(self) -> None:
-        """Forget all loops of an earlier command, because tracebacks or variables may keep unfinished loops alive."""
+        """Forget all loops from an earlier command, because tracebacks or variables may keep unfinished loops alive."""
         self._stack, self.running, self.shown, self.plan = [], None, None, None
         self.unsettle()
         self.num_commands += 1
@@ -212,10 +212,10 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> tuple[int, int]:
-        """Return which epoch this is, counted from 1, and the total number of epochs, 0 if unknown.
+        """Return the number of this epoch, counted from 1, and the total number of epochs (0 if unknown).
 
-        The source is the training framework, else a loop of ``accelerator.progress``, else the ``for`` loops in the
-        user's code.
+        The source is the training framework; without one, a loop over ``accelerator.progress``; without either, the
+        ``for`` loops in the user's code.
         """
         if self.plan is not None:
             return self.plan.epoch, self.plan.num_epochs
@@ -236,7 +236,7 @@ _BACKWARD = start_of(SpanKind.BACKWARD)
 
 
 class BusyTime:
-    """Measures busy time and sums it on the board, at most 200 times a second.
+    """Measures busy time and adds it to the sum on the board, at most 200 times a second.
 
     The caller sets ``is_in_backward`` when a backward pass begins, because the rank may wait for others during it.
     """
@@ -315,7 +315,7 @@ class _Bin:
         return value
 
     def absorb(self, other: _Bin) -> _Bin:
-        """Merge another bin into this one after both were read, but skip a non-finite bin, which would spread."""
+        """Merge another bin into this one once both have been read; skip a non-finite bin, whose value would spread."""
         if not math.isfinite(self.total):
             return other
         if math.isfinite(other.total):
@@ -365,7 +365,7 @@ class LossReport:
         self._is_epoch_known = True
 
     def note(self, loss: torch.Tensor, now_s: float | None) -> None:
-        """Add ``loss``. Called at every micro-step; ignores anything but a single real number.
+        """Add ``loss``. Called in every micro-step; ignores anything but a single real number.
 
         Args:
             loss: loss of this rank.
@@ -506,14 +506,14 @@ class LossReport:
 
 
 def _number(value: torch.Tensor | float) -> float:
-    # On a lazy device, reading a number without a copy to the CPU compiles another graph.
+    # On a lazy device, another graph would be compiled if a number were read without a copy to the CPU.
     return float(value.cpu() if isinstance(value, torch.Tensor) else value)
 
 
 # --- the reports of this process --------------------------------------------------------------------------------------
 
 NAN_CHECK = "nan_on_one_rank"
-"""Name of the check of losses in ``NBLAUNCH_CHECKS``."""
+"""Name of the loss check in ``NBLAUNCH_CHECKS``."""
 
 
 @dataclass(frozen=True)

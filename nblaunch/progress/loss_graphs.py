@@ -1,8 +1,8 @@
 """Reads the graph of a loss: the division that ends it, and a parameter that shows whether a step was taken.
 
 torch's hooks count the steps of its optimizers. Loops that subtract gradients by hand, and libraries with their own
-optimizers, such as Keras, have none. A parameter that has changed since the last backward pass shows that a step was
-taken.
+optimizers, such as Keras, do not use torch's optimizers. A parameter that has changed since the last backward pass
+shows that a step was taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from nblaunch.weights import is_sharded
 from nblaunch.wire.board import Slot
 
-_MAX_NODES = 256  # of a graph
+_MAX_NODES = 256  # in a graph
 
 
 def divisor_of(loss: Any) -> float:

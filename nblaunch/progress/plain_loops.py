@@ -42,7 +42,7 @@ from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import SpanKind, start_of
 
 _PLACE_S = 0.25
-"""Seconds between inspections of the user's loops, each of which costs as much as a small step."""
+"""Seconds between inspections of the user's loops; an inspection costs as much as a small step."""
 
 _LOOK_PAUSE = 20
 """Minimum time until the next inspection, as a multiple of the processor time of the last one."""
@@ -50,7 +50,7 @@ _LOOK_PAUSE = 20
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # measure one batch out of this many
 _DATA = SpanKind.DATA  # looking up an enum member is slow
-_DATA_HERE = start_of(SpanKind.DATA)  # of a loader without worker processes
+_DATA_HERE = start_of(SpanKind.DATA)  # for a loader without worker processes
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = ("torch", "tqdm", "nblaunch", "contextlib")
@@ -156,7 +156,7 @@ def _watch_scaler(module: Any) -> None:
 
 
 def _note_step(frame: FrameType, has_arguments: bool) -> None:
-    """Record that an optimizer begins a step; the hook in ``worker/optimizer_steps.py`` calls it."""
+    """Record that an optimizer is beginning a step; called by the hook in ``worker/optimizer_steps.py``."""
     try:
         plain = plain_loops()
         plain.note_step(frame)
@@ -194,11 +194,12 @@ class _Reading:
         length: number of batches; -1 if unknown.
         places: places of the user's loops around it, innermost first; None if unknown.
         num_read: number of batches that were read.
-        num_ahead: number of these that are not done when the next batch is read.
-        num_late: number of these that are still to be trained after the loader has ended; 0 before that.
+        num_ahead: number of these batches that are not done when the next batch is read.
+        num_late: number of these batches that are still to be trained on after the loader has ended; 0 before that.
         num_rows: rows in the batches that were read before the loop was on the board.
-        read_at: sequence number of its last read among the reads of all loops; 0 after a ``backward`` for it.
-        loop: loop on the board; None before its kind is known.
+        read_at: sequence number of its last read among the reads of all loops; 0 once ``backward`` has been called for
+            it.
+        loop: loop on the board; None until its kind is known.
     """
 
     iterator: weakref.ref[Any]
@@ -218,7 +219,7 @@ class _Reading:
 
 @dataclass
 class PlainLoops:
-    """The plain loops of this process. Only loops of its main thread are shown.
+    """The plain loops of this process. Only loops in its main thread are shown.
 
     Args:
         home: the context of this process, which an inline launch drops at its end.
@@ -435,7 +436,7 @@ class PlainLoops:
         loops.advance(reading.loop, reading.num_rows)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
-        """Return which epoch this is, counted from 1, and the total number of epochs, 0 if unknown."""
+        """Return the number of this epoch, counted from 1, and the total number of epochs (0 if unknown)."""
         self._num_epochs += 1
         plan = self.reports.loops.plan
         if plan is not None:
@@ -465,7 +466,7 @@ class PlainLoops:
             loops.settle(running, self._next_look_s)
 
     def note_step(self, frame: FrameType | None) -> None:
-        """Record that an optimizer begins a step.
+        """Record that an optimizer is beginning a step.
 
         If no loader is being read, the step is an iteration of the user's innermost loop.
         """

@@ -1,14 +1,14 @@
 """Reports loops without nblaunch's Accelerator in which all ranks train on the same samples.
 
-The type of a loader or sampler proves nothing, because a dataset may contain only the rank's share. Ranks
-therefore compare what they read and compute in the first backward passes:
+The type of a loader or sampler proves nothing, because a dataset may contain only the rank's share. Ranks therefore
+compare what they read for the first backward passes and what they compute in them:
 
     batches, gradients before their exchange    equal on all ranks: a warning
     samples in the batches                      several are equal, in a different order: a hint
     losses, if no process group connects ranks  equal on all ranks: a warning
 
-Batches alone are not enough, because ranks may read the same batch and use different parts of it. A loop that
-repeats a batch on purpose, such as a test that overfits, is not reported.
+Batches alone are not enough, because ranks may read the same batch and use different parts of it. A loop that repeats a
+batch on purpose, for example to test overfitting, is not reported.
 
 A library's own ``fit`` uses the ranks of a launch only if it is asked to. Otherwise each rank trains a complete model
 on all samples, without a process group. This raises no error and takes as long as training in one process.
@@ -42,12 +42,12 @@ _NUM_STEPS = 5
 """Number of consecutive steps whose batches and gradients are compared."""
 
 _MAX_PASSES = 64
-_MAX_ROWS = 32  # of a batch
+_MAX_ROWS = 32  # per batch
 _NUM_LOSSES = 10
 
 
 class SameSamples:
-    """Collects what this rank reads and computes in its first backward passes.
+    """Collects what this rank reads for its first backward passes and what it computes in them.
 
     Args:
         here: the context of this process.
@@ -74,7 +74,7 @@ class SameSamples:
         self._read = weakref.ref(iterator), batch
 
     def before_backward(self) -> None:
-        """Compute the digests of the last batch, and begin to watch the gradients of the backward pass."""
+        """Compute the digests of the last batch, and start watching the gradients of this backward pass."""
         gradients = self._here.slot.local_gradients
         self._end_step(gradients)
         self._num_passes += 1
@@ -101,9 +101,9 @@ class SameSamples:
         self.is_looking, self._read = False, None
         if gradients is not None:
             gradients.end()
-        # The last batch of an epoch may be filled up with samples of other ranks.
+        # The last batch of an epoch may be padded with samples from other ranks.
         rows, self._rows = [row for batch in (self._rows or [])[:-1] for row in batch], None
-        if rows and self._is_exchanged and len(set(rows)) == len(rows):  # samples may be equal by nature
+        if rows and self._is_exchanged and len(set(rows)) == len(rows):  # a dataset may contain equal samples
             self._report(
                 HINT,
                 "ranks train on the same samples, each in its own order",
@@ -120,7 +120,7 @@ class SameSamples:
             self._rows.append(batches.row_digests(batch, _MAX_ROWS))
 
     def _end_step(self, gradients: Any) -> None:
-        """Record a step if ranks have exchanged gradients; after enough steps, report them for comparison."""
+        """Record a step if ranks have exchanged gradients; report the steps for comparison once there are enough."""
         exchanged = None if gradients is None or self._is_reported else gradients.take()
         if exchanged is None:
             return
@@ -187,7 +187,7 @@ def _advice(iterator: Any) -> str:
 
 
 class FirstLosses:
-    """The first losses of this rank, which the launcher compares across ranks that no process group connects.
+    """This rank's first losses, which the launcher compares across ranks if the ranks are not in a process group.
 
     Args:
         here: the context of this process.
@@ -199,7 +199,7 @@ class FirstLosses:
         self._here = here
 
     def add(self, loss: Any) -> None:
-        """Add the loss of a backward pass, a single-element tensor."""
+        """Add the single-element loss tensor of a backward pass."""
         if self._losses is None:
             return
         if _has_group():
@@ -215,7 +215,7 @@ class FirstLosses:
                 f"every rank repeats the same training: the first {len(losses)} losses are equal on all ranks, and "
                 "no process group connects the ranks",
                 "Divide the samples among the ranks, with accelerator.prepare(), DistributedDataParallel or an option "
-                "of the library, such as strategy='ddp' of Lightning; or launch with num_processes=1",
+                "of the library, such as strategy='ddp' in Lightning; or launch with num_processes=1",
                 innermost_user_frame(),
                 value=tuple(losses),
                 judged_by="distinct",
@@ -237,7 +237,7 @@ def _has_group() -> bool:
 # If ranks exchange gradients that are already equal, they have computed the same thing. Nothing else proves this: ranks
 # that read the same batch may each use a part of it, and losses may be averaged before ``backward``.
 
-_NUM_PARAMETERS, _NUM_ELEMENTS = 4, 8  # of a wrapped model, and of each gradient
+_NUM_PARAMETERS, _NUM_ELEMENTS = 4, 8  # from a wrapped model, and from each gradient
 _MAX_REDUCTIONS = 64  # of a step
 _NUM_CALLERS = 16
 _FSDP = "torch.distributed.fsdp"
@@ -248,7 +248,7 @@ BeforeStep = Callable[[Any, Sequence[Any]], None]
 
 
 class LocalGradients:
-    """Collects numbers from this rank's gradients while ``is_watched``.
+    """Collects numbers from this rank's gradients while ``is_watched`` is True.
 
     Args:
         wrapped: weak references to the ``DistributedDataParallel`` models.
@@ -266,7 +266,7 @@ class LocalGradients:
         """Watch the backward pass that follows, the exchanges after it, and the step of an optimizer."""
         self.is_watched, self._before_step = True, before_step
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
-            return  # it would compile the hooks
+            return  # compiled autograd would compile the hooks
         for reference in self._wrapped:
             model = reference()
             if model is None or not model.require_backward_grad_sync or model.process_group.size() == 1:
@@ -278,7 +278,7 @@ class LocalGradients:
                 self._hooked.append((parameter, parameter.register_hook(_harmless(note))))
 
     def end_pass(self) -> None:
-        """Remove the hooks of the backward pass."""
+        """Remove the hooks for the backward pass."""
         for parameter, handle in self._hooked:
             handle.remove()
             if not parameter._backward_hooks:
@@ -293,7 +293,7 @@ class LocalGradients:
         self._reduced.clear()
 
     def note_reduction(self, tensor: Any) -> None:
-        """Read the argument of a reduction that is about to begin."""
+        """Read the argument to a reduction that is about to begin."""
         if len(self._reduced) + len(self._values) >= _MAX_REDUCTIONS:
             return
         with suppress(Exception):
@@ -317,7 +317,7 @@ class LocalGradients:
         self._values += [(_NUM_PARAMETERS, values) for address, values in reduced if address in addresses]
 
     def take(self) -> str | None:
-        """Return the numbers since the last call as text; None if they are all zero, or not all finite."""
+        """Return the numbers collected since the last call, as text; None if they are all zero or not all finite."""
         values, self._values = sorted(self._values), []
         flat = [number for _, numbers in values for number in numbers]
         if not any(flat) or not all(map(math.isfinite, flat)):
@@ -330,7 +330,7 @@ class LocalGradients:
 
 
 def _harmless(note: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a hook that neither changes the gradient nor fails the backward pass."""
+    """Return a hook that neither changes the gradient nor makes the backward pass fail."""
 
     def note_if_possible(gradient: Any) -> None:
         with suppress(Exception):

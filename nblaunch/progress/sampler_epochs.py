@@ -41,7 +41,7 @@ class SamplerEpochs:
         if number == _NUM_EPOCHS:
             self._here.observe(
                 CHECK,
-                f"{_NUM_EPOCHS} epochs in a row read the samples in the same order, because DistributedSampler stays "
+                f"the samples had the same order in {_NUM_EPOCHS} epochs in a row, because DistributedSampler stays "
                 f"in epoch {sampler.epoch}",
                 "Call sampler.set_epoch(epoch) before each epoch, or pass the DataLoader to accelerator.prepare()",
                 innermost_user_frame(),

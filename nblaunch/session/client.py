@@ -1,5 +1,6 @@
-"""The client of a session: sends commands and variables to the ranks, waits until all ranks have finished them, and
-handles failures. :class:`RankCommands` are the commands that users call."""
+"""A session's client: sends commands and variables to the ranks, waits for them to finish, and handles failures.
+:class:`RankCommands` are the commands that users call.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ from nblaunch.wire.worker_commands import (
 
 _TICK_S = 0.1
 _BOUNDARY_TICK_S = 0.01
-"""Seconds between checks while ranks agree on a last optimizer step. The ranks reply through memory, which does not
-wake the client.
+"""Seconds between checks while ranks are agreeing on a last optimizer step. The ranks reply through shared memory,
+which does not wake the client.
 """
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
@@ -56,7 +57,7 @@ class SessionClient:
     """The kernel's side of the connections to the ranks. It sends one command at a time.
 
     Attributes:
-        busy_since_s: when the command was sent, by ``monotonic()``.
+        busy_since_s: when the command was sent, according to ``monotonic()``.
         num_interrupts: how many times the current or last command was interrupted.
         debugger: client of the debugger in the ranks.
     """
@@ -72,7 +73,7 @@ class SessionClient:
         self._group = 1
         self._has_torch = False
         self._boundary: StopAgreement | None = None
-        """Agreement on an optimizer step: an interrupt of the command is raised on all ranks just before it."""
+        """Agreement on an optimizer step; an interrupt is raised on all ranks just before that step."""
         self._boundary_until_s = 0.0
         self._killed = ""
         """Why the ranks were killed, if the client has killed them without a second interrupt."""
@@ -88,8 +89,8 @@ class SessionClient:
     def command(self) -> Iterator[None]:
         """Run a block that sends one command and handles its results.
 
-        While the block runs, an interrupt is counted and passed on to busy ranks instead of being raised at a random
-        line of this process. Handlers of other signals are delayed.
+        While the block is running, an interrupt is counted and passed on to busy ranks instead of being raised at a
+        random line of code in this process. Handlers for other signals are delayed.
 
         Raises:
             RuntimeError: another thread's command is running.
@@ -102,7 +103,7 @@ class SessionClient:
                 self.num_interrupts = 0  # reset before counting begins
                 with interrupts_as_requests(self.interrupt):
                     yield
-                if self.num_interrupts:  # after the command was done: the rest of the cell must not run
+                if self.num_interrupts:  # the command has finished, but the rest of the cell must not run
                     raise KeyboardInterrupt
             finally:
                 command, self._output.command = self._output.command, CommandReport()
@@ -118,7 +119,7 @@ class SessionClient:
             files: descriptors of files that each rank receives.
 
         Returns:
-            The report; its outboxes are open until the end of the block.
+            The report; its outboxes stay open until the end of the block.
 
         Raises:
             LaunchError: the session had already ended.
@@ -154,7 +155,7 @@ class SessionClient:
     def _send_all(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> CommandReport:
         report = CommandReport(number=next(self._numbers))
         self.busy_since_s = time.monotonic()
-        self._output.command = report  # the end of the block closes it
+        self._output.command = report  # closed at the end of the block
         report.open_outboxes(ranks)
         command = replace(command, number=report.number)
         try:
@@ -167,7 +168,8 @@ class SessionClient:
     def interrupt(self) -> None:
         """Interrupt busy ranks; a second call kills all ranks. Does nothing if no command is running.
 
-        If all ranks have finished the command, the interrupt is only counted. Safe in signal handlers and any thread.
+        If all ranks have finished the command, the interrupt is only counted. Safe in signal handlers and in any
+        thread.
         """
         if not self._lock.locked():
             return
@@ -190,7 +192,7 @@ class SessionClient:
             self._boundary_until_s = now_s + BOUNDARY_S
 
     def close(self) -> None:
-        """Let the workers end, and close the connections; workers that are busy are killed."""
+        """Let the workers exit, and close the connections; busy workers are killed."""
         if self.busy:
             self._runner.requests.cancel()  # the supervising thread closes the connections
             return
@@ -238,7 +240,7 @@ class SessionClient:
         """Wait until no rank is busy; release ranks that are waiting for a failed rank.
 
         Args:
-            is_joint: whether ranks may be stuck in their group if one of them fails.
+            is_joint: whether ranks may get stuck in their group if one of them fails.
 
         Raises:
             WorkerDied: a rank has ended without a result.
@@ -264,7 +266,7 @@ class SessionClient:
             self._group += 1  # ranks may be stuck in this group, so the next command forms another
 
     def _was_stopped(self, report: CommandReport) -> bool:
-        """Return whether the launcher, not the user, interrupted ranks, because another rank has died."""
+        """Return whether the launcher, not the user, interrupted ranks because another rank had died."""
         raised = {failed.info.type_name for failed in report.failed.values()}
         return bool(self._output.ended) and not self.num_interrupts and KeyboardInterrupt.__name__ in raised
 
@@ -284,7 +286,7 @@ class SessionClient:
         self._output.pump()
 
     def _awaits_boundary(self) -> bool:
-        """Poll the agreement on a last optimizer step; return whether ranks may still reach it by themselves."""
+        """Poll the agreement on a last optimizer step; return whether ranks may still reach that step on their own."""
         boundary = self._boundary
         if boundary is None:
             return False
@@ -303,7 +305,7 @@ class SessionClient:
             return
         self._signal(self.busy)
         for rank in release.take_leaving(self._connections.keys()):
-            with suppress(OSError, KeyError):  # a command that waits for the rank reports its end
+            with suppress(OSError, KeyError):  # a command that is waiting for the rank reports its end
                 self._connections[rank].send(LeaveGroup())
         if note := release.take_note(is_interrupted=is_interrupted):
             self._output.on_event(Note.of_job(note))
@@ -334,7 +336,7 @@ class FailedCommand(KeptFailure):
         if debugger[1] not in self._ranks:
             raise ValueError(
                 f"rank {rank} completed the command; it failed on {formatting.ranks(self._ranks)}. "
-                "session.inspect('name') shows variables of every rank"
+                "session.inspect('name') shows a variable on every rank"
             )
         return debugger
 
@@ -396,8 +398,8 @@ class RankCommands(ABC):
     def execute(self, code: str) -> RankValues:
         """Run ``code`` on the ranks like a cell, with top-level ``await``, ``%`` magics and ``!`` commands.
 
-        Their output appears in the running cell, labelled with the rank. ``torch.distributed`` is initialised before
-        the first code that names torch, or before the first command after torch was imported.
+        Each rank's output appears in the running cell, labelled with the rank. ``torch.distributed`` is initialised
+        before the first command that names torch, or before the first one after torch was imported.
 
         Args:
             code: Python.

@@ -1,4 +1,4 @@
-"""The cell magic ``%%ranks``, which runs a cell on the ranks of a session, and ``%ranks``, which controls it.
+"""The cell magic ``%%ranks``, which runs a cell on a session's ranks, and ``%ranks``, which controls the session.
 
 %load_ext nblaunch
 %%ranks                  runs the cell on every rank; the first use starts a session on all devices
@@ -50,7 +50,7 @@ class RankMagics(Magics):
         chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(self.shell.user_ns)
-        restore_sources({filename: source})  # IPython stores only the call of this magic, in one line
+        restore_sources({filename: source})  # IPython stores only the call to this magic, as one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(execute_and_display(session, command, chosen))
 
@@ -82,14 +82,14 @@ class RankMagics(Magics):
     def _named(self, name: str) -> Session:
         session = self.shell.user_ns.get(name)
         if not isinstance(session, Session):
-            raise ValueError(f"%ranks use {name}: the notebook has no session in a variable {name}")
+            raise ValueError(f"%ranks use {name}: the notebook has no session in a variable called {name}")
         return session
 
     def _started_or_new(self) -> Session:
         """Return the session; start one if there is none.
 
         A session that has ended is returned as well, so that its next command raises an error with the reason. A new
-        session would lack the variables.
+        session would lack the old session's variables.
         """
         if self.session is None:
             RankMagics.session = Session()
@@ -100,7 +100,7 @@ class RankMagics(Magics):
         """Return the last session, which may have ended.
 
         Raises:
-            ValueError: no session was started, or it was stopped.
+            ValueError: no session was started, or the last one was stopped.
         """
         if self.session is None:
             raise ValueError(f"%ranks {command}: there is no session; start one with %%ranks or %ranks start")
@@ -112,7 +112,7 @@ class RankMagics(Magics):
         RankMagics.session = None
 
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
-        """Show the value of each rank's last expression; show a value that several ranks share only once.
+        """Show the value of each rank's last expression; if several ranks have the same value, show it only once.
 
         Text appears after the list of ranks; other displays appear below the list.
         """
@@ -144,7 +144,7 @@ def _parsed_ranks(line: str) -> list[int] | None:
     for part in re.split(r"[,\s]+", re.sub(r"\s*-\s*", "-", line.strip())):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
-            raise ValueError(f"%%ranks {line}: ranks must be written as 0,2 or 0-3")
+            raise ValueError(f"%%ranks {line}: ranks must be written in the form 0,2 or 0-3")
         chosen += range(int(first), int(last or first) + 1)
     return chosen
 

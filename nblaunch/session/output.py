@@ -1,9 +1,9 @@
-"""Reports on a session's command: shows its output and displays in the cell that waits for it.
+"""Reports on a session's command: shows its output and displays in the cell that is waiting for it.
 
     supervisor's thread ── events, readings ──> SessionOutput ── pump(), in the thread of the cell ──> dashboards
 
-A kernel shows the output of a thread below the cell that started the thread. Therefore only the thread of the current
-cell prints. Output that arrives between commands is kept for the next command.
+A kernel shows a thread's output below the cell that started the thread. Therefore, only the thread that runs the
+current cell prints. Output that arrives between commands is kept for the next command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nblaunch.wire.board import SlotReading, create_memory_file
 from nblaunch.wire.outbox import RankResult
 
 _MAX_KEPT = 10_000
-"""Maximum number of events kept between commands; threads of a rank may print at any time."""
+"""Maximum number of events kept between commands; a rank's threads may print at any time."""
 
 BUSY = "the session is running another command; wait for it, or call session.interrupt()"
 
@@ -45,7 +45,7 @@ _LONG_S = 2.0
 
 @dataclass
 class CommandReport(AttemptReport):
-    """The facts about one command of a session, collected from the events of its ranks as for an attempt.
+    """The facts about one command in a session, collected from the ranks' events as for an attempt.
 
     Args:
         number: number of the command in its session; 0 = none.
@@ -60,7 +60,7 @@ class CommandReport(AttemptReport):
     has_torch: bool = False
 
     def add(self, event: Event) -> None:
-        """Record an event of a rank, including the end of its process."""
+        """Record an event from a rank, including the end of its process."""
         if isinstance(event, Started):
             self.begun.add(event.rank)
         if event.rank in self.outboxes:
@@ -93,13 +93,13 @@ class CommandReport(AttemptReport):
         }
 
     def close(self) -> None:
-        """Close the outboxes. Results that were read stay valid."""
+        """Close the outboxes. Results that have been read stay valid."""
         while self.outboxes:
             os.close(self.outboxes.popitem()[1])
 
 
 class SessionOutput:
-    """A listener of the session's job that keeps events until the cell shows them.
+    """Listens to the session's job, and keeps events until the cell shows them.
 
     Attributes:
         ended: rank -> event, for ranks whose process has ended.
@@ -112,18 +112,18 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
-        """The command's events before its rows were opened; the rows show them, too."""
+        """The command's events from before its rows were opened; the rows show them, too."""
         self._due_s = 0.0
         self._job_end: JobEnded | None = None
         self._shown = threading.Lock()
         self.ended: dict[int, Exited] = {}
         self.command = CommandReport()
         self._asleep = threading.Lock()
-        """Held until :meth:`wake`; the thread of the cell waits for it."""
+        """Held until :meth:`wake` is called; the cell's thread waits for its release."""
         self._asleep.acquire()
 
     def on_event(self, event: Event) -> None:
-        """Keep output, displays and notes; while a command runs, keep all events except the session job's own."""
+        """Keep output, displays and notes; while a command is running, keep all events except the session job's own."""
         command = self.command  # read once, because another thread may replace it
         is_of_job = isinstance(event, (AttemptStarted, Started, JobEnded))
         if isinstance(event, CommandEvent):
@@ -146,7 +146,7 @@ class SessionOutput:
             self._events.append(event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Keep the state of every rank that has begun the command; other ranks still report their previous command."""
+        """Keep the state of ranks that have begun the command; other ranks still report on their previous command."""
         self._readings = [reading for reading in readings if reading.rank in self.command.begun]
 
     def progress(self) -> object:
@@ -159,7 +159,7 @@ class SessionOutput:
         """Do nothing, because the cell shows the remaining events."""
 
     def wake(self, _runner: object = None) -> None:
-        """Wake the thread that waits for the command."""
+        """Wake the thread that is waiting for the command."""
         with suppress(RuntimeError):  # not held: the thread of the cell is about to notice an earlier call
             self._asleep.release()
 
@@ -214,7 +214,7 @@ class SessionOutput:
             dashboard.on_readings(self._readings)
 
     def show_end(self) -> None:
-        """Show how the session's job ended, which also ends a running command."""
+        """Show how the session's job ended, and with it the running command, if any."""
         if not self._dashboards:
             return
         self.pump()

@@ -233,7 +233,8 @@ def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, boo
     """Call a function; return its value, and whether it called ``sys.exit(0)`` instead of returning one.
 
     Raises:
-        RuntimeError: the function called ``sys.exit`` with another code. A SystemExit would also end the kernel.
+        RuntimeError: the function called ``sys.exit`` with any other code. A SystemExit that reached the kernel would
+            end the kernel too.
     """
     pid = os.getpid()
     try:
@@ -248,7 +249,7 @@ def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, boo
 
 
 def _display_of(value: Any) -> dict[str, Any]:
-    """Return the display of a cell's last value by MIME type; empty for None."""
+    """Return the representations of a cell's last value, by MIME type; empty for None."""
     if value is None:
         return {}
     shell = ipython_shell()
@@ -297,7 +298,9 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return loop.run_until_complete(task)
     except KeyboardInterrupt:
-        if not task.done():  # raised in the loop, which would continue the task at the next await
+        # The interrupt was raised in the loop itself, which would resume the task the next time a cell awaits
+        # something.
+        if not task.done():
             task.cancel()
             with suppress(asyncio.CancelledError):
                 loop.run_until_complete(task)

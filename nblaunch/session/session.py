@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
-"""Seconds before output is shown. A shorter command shows its output at the end, with identical lines of several ranks
-merged.
+"""Seconds before output is shown. A shorter command shows its output at the end, with identical lines from several
+ranks merged.
 """
 
 
@@ -71,7 +71,7 @@ class Session(RankCommands):
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork, the ranks start without
             variables; calls send the functions and values that they use.
         hang_timeout_s: seconds without progress before the position of every rank is shown; None = never.
-        threads_per_process: CPU threads of each worker; None = usable cores / workers.
+        threads_per_process: CPU threads per worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         num_nodes: must be 1, because the ranks of a session run on this machine.
         engine: ``"auto"`` or ``"local"``.
@@ -130,7 +130,7 @@ class Session(RankCommands):
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> dict[int, Any]:
         """Execute code on ranks and show their output; return rank -> value.
 
-        Must be called in a block of :meth:`SessionClient.command`.
+        Must be called in a :meth:`SessionClient.command` block.
         """
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
@@ -199,11 +199,11 @@ class Session(RankCommands):
         sync_weights: bool = True,
         dashboard: DashboardKind = "auto",
     ) -> Any:
-        """Run ``function(*args)`` on every rank, like ``notebook_launcher``, on running workers.
+        """Run ``function(*args)`` on every rank, like ``notebook_launcher``, but on running workers.
 
         Args:
-            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks, together with the
-                notebook's variables that it names. These replace the ranks' variables with the same names.
+            function: as in :func:`nblaunch.notebook_launcher`. It is sent to the ranks with cloudpickle, together with
+                the notebook variables that it names. These replace the ranks' variables with the same names.
             args: its positional arguments. The trained weights of modules in them are copied back.
             return_all: return the list of all ranks' values.
             sync_weights: load the trained weights into the modules in ``args``.
@@ -214,10 +214,10 @@ class Session(RankCommands):
 
         Raises:
             KeyboardInterrupt: the call was interrupted. If every rank nevertheless returned, the weights are loaded and
-                :meth:`result` returns the value. Otherwise the error's ``partial`` has the values of ranks that had
-                returned, by rank. A second interrupt kills the workers: weights in transit are then lost, but not
-                the value.
-            JobCancelled: a second interrupt killed ranks that had not returned; it has the same ``partial``.
+                :meth:`result` returns the value. Otherwise, the error's ``partial`` contains the values from ranks that
+                had returned, by rank. A second interrupt kills the workers: weights in transit are then lost, but the
+                value is not.
+            JobCancelled: a second interrupt killed ranks that had not returned; the error has the same ``partial``.
             BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception that the function
                 raises.
         """
@@ -255,7 +255,7 @@ class Session(RankCommands):
         return dict(self._unloaded_weights)
 
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
-        """Call a function on all ranks and show it as a job; return its outcome."""
+        """Call a function on all ranks, show the call as a job, and return its outcome."""
         attempt = self._attempt(spec)
         command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
         with (
@@ -292,7 +292,7 @@ class Session(RankCommands):
 
         Returns:
             rank -> value; an exception if the expression raised one; a ValueError if the value can't be rebuilt in the
-            kernel. Ranks without a reply are missing.
+            kernel. Ranks that did not reply are missing.
 
         Raises:
             LaunchError: the session has ended.
@@ -322,7 +322,7 @@ class Session(RankCommands):
 
         Raises:
             RuntimeError: the last command did not fail, or a launch has started since.
-            ValueError: it did not fail on this rank.
+            ValueError: the command did not fail on this rank.
         """
         if self._failed is None or self._failed.is_released:
             raise RuntimeError(
@@ -364,10 +364,10 @@ class Session(RankCommands):
         )
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the ranks' command, like the notebook's interrupt button. Works in any thread.
+        """Raise KeyboardInterrupt in the ranks' command, like the notebook's interrupt button. Works from any thread.
 
         Variables are kept. A second interrupt kills the workers, and so do five minutes without progress after the
-        first. Does nothing while no command runs.
+        first. Does nothing while no command is running.
         """
         self._client.interrupt()
 
@@ -378,7 +378,7 @@ class Session(RankCommands):
         self._start_whole()
 
     def close(self) -> None:
-        """End the workers, and kill a running command."""
+        """End the workers, and kill the running command, if any."""
         with signal_handlers.held_back():
             self._failed = None
             self._client.close()
@@ -468,7 +468,7 @@ class Session(RankCommands):
             how = (
                 ""
                 if all(isinstance(rank, int) for rank in wanted)
-                else ". Pass each rank as an argument: ranks(0, 1)"
+                else ". Pass each rank as a separate argument: ranks(0, 1)"
             )
             raise ValueError(f"ranks({given}): this session has {formatting.ranks(self._ranks)}{how}")
         return sorted(set(wanted))
@@ -507,11 +507,11 @@ def _check_machine(engine: str, num_nodes: int | str) -> None:
 def run_in_session(
     session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto"
 ) -> Any:
-    """Run the call of ``spec`` on a session; see :meth:`Session.run`.
+    """Run the call in ``spec`` on a session; see :meth:`Session.run`.
 
     Raises:
         TypeError: ``session`` is not a session.
-        ValueError: a setting of ``spec`` can't apply to running workers.
+        ValueError: a setting in ``spec`` can't apply to running workers.
     """
     __tracebackhide__ = True
     if not isinstance(session, Session):
@@ -534,7 +534,7 @@ def run_in_session(
         if value not in (getattr(LaunchSpec, name), getattr(session_spec, name), current):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
-                f"{shown}: the workers of the session already run with {current!r}. Leave it out, or launch "
+                f"{shown}: the session's workers are already running with {current!r}. Leave it out, or launch "
                 "without session="
             )
     spec = replace(spec, **{name: getattr(session_spec, name) for name in _START_SETTINGS})

@@ -1,4 +1,4 @@
-"""Start methods: ``fork.py``, ``forkserver.py`` and ``spawn.py`` have a ``start`` that :data:`STARTERS` lists.
+"""Start methods: ``fork.py``, ``forkserver.py`` and ``spawn.py`` each have a ``start``, which :data:`STARTERS` lists.
 
 The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, or ``"elastic"`` with
 other machines) and ``"inline"``, which starts no process. ``nblaunch.launcher.plan`` chooses the start method.
@@ -10,7 +10,7 @@ inline.py         runs the function in this process
 
 Shared code:
 
-worker_group.py   WorkerGroup, the interface for watching workers; child processes: wait, signal, reap, exit statuses
+worker_group.py   WorkerGroup, the interface for watching workers; waits for, signals and reaps children; exit statuses
 saved_call.py     snapshot of a call for fresh interpreters
 """
 
@@ -31,7 +31,7 @@ Args:
     call: the function and its arguments.
     assignments: one per worker.
     board: progress board of the workers.
-    saved: earlier snapshot of the call, which fresh processes load in place of ``call``; None = save it now.
+    saved: an earlier snapshot of the call, which fresh processes load instead of ``call``; None = save the call now.
 
 Raises:
     PayloadError: the call can't be sent to workers; the message names the variable.

@@ -1,7 +1,7 @@
 """Workers forked from this process, which inherit the function, its closure and the model without copying.
 
-kernel ── prepare the device family, pause OpenMP pools, open this process's memory so that workers can compare weights
-with it, freeze the heap,
+kernel ── prepare the device family, pause OpenMP pools, freeze the heap,
+       │   open this process's memory so that workers can compare weights with it,
        │   hold back signals, let other threads finish their work and release their locks
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
@@ -185,7 +185,9 @@ def _with_random_state(call: FunctionCall) -> Callable[[], FunctionCall]:
 
 @contextmanager
 def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """Expose this process's memory to the workers, which compare their weights with it and send only changed ones."""
+    """Expose this process's memory to the workers, which compare their weights with it and send only those that have
+    changed.
+    """
     originals = Originals.of_this_process() if assignments[0].wanted_modules else None
     try:
         yield originals
@@ -197,7 +199,7 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
 def _start_error(error: OSError, started: int, wanted: int) -> str:
     return (
         f"the system could not start worker {started} of {wanted} (fork: {error.strerror}), so the workers "
-        "that were running ({started}) were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
+        f"that were running ({started}) were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
         "container) and free memory, or use fewer processes."
     )
 

@@ -129,7 +129,9 @@ class ForkserverGroup(WorkerGroup):
         ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
-                report = os.read(self._report_fd, _REPORT.size)  # never partial: it is far below PIPE_BUF
+                report = os.read(
+                    self._report_fd, _REPORT.size
+                )  # never partial: a report is far smaller than PIPE_BUF
             except BlockingIOError:
                 return ended
             if not report:
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:
-        # Output and errors that appear while the call is loaded are shown as the first rank's.
+        # Output and errors that appear while the call is being loaded are shown as the first rank's.
         output.capture(first.log_path, keeps_input=first.reads_input)
         process_control.watch_faults(first.stacks_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
@@ -181,8 +183,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
-    Loading the call may use the device, or start threads of a library: one of its modules may do so on import. If
-    forked copies of this process would then fail, the workers are fresh interpreters, and each of them loads the call.
+    While the call is being loaded, the device may be used, or a library may start threads: a module that the call needs
+    may do so on import. If forked copies of this process would then fail, the workers are fresh interpreters, and each
+    of them loads the call.
     """
     first = boot.assignments[0]
     backend = backends.find(first.backend, first.registered_backend)

@@ -28,7 +28,7 @@ def run_inline(
     environment: Mapping[str, str],
     is_spmd: bool,
 ) -> Any:
-    """Call the function as rank 0 of 1 and return its value; restore context and environment afterwards.
+    """Call the function as rank 0 of 1 and return its value; restore the context and the environment afterwards.
 
     Args:
         call: the function and its arguments.
@@ -37,7 +37,7 @@ def run_inline(
         accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
         emit: receives the function's events, such as metrics, in the thread that emits them.
         environment: additional variables to set during the call.
-        is_spmd: let this process drive all devices; it then does so until it ends.
+        is_spmd: let this process drive all devices; it then does so until it exits.
 
     Raises:
         RuntimeError: it is too late for ``is_spmd``, because the process already uses one device.

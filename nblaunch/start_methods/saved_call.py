@@ -1,8 +1,8 @@
 """A snapshot of a call for fresh processes: its function, its arguments, and the state of this process around them.
 
 A launch that waits for its workers saves the call and starts them immediately. A job that may start workers after the
-calling cell has finished saves the call at the launch, so that every attempt gets this state, whatever the kernel does
-later.
+calling cell has finished saves the call when it is launched, so that every attempt gets this state, whatever the kernel
+does later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SavedCall:
     """A snapshot of a call, with everything that a fresh process needs to run it as this process would.
 
     Args:
-        fd: memory file of the call, see ``wire/pickling/payload.py``.
+        fd: memory file that contains the call; see ``wire/pickling/payload.py``.
         modules: user modules, by name, that imports would not find now.
         settings: settings of libraries, warnings and loggers.
         random_states: this process's random states, so that a fresh worker draws the same numbers as a forked one.
@@ -43,7 +43,7 @@ class SavedCall:
         path: search path for modules.
         folder: the working folder; None if it was removed.
         argv: ``sys.argv``, which a function may parse.
-        authkey: key that processes of ``multiprocessing`` share; workers need it to reach the kernel's managers.
+        authkey: the key that ``multiprocessing`` processes share; workers need it to reach the kernel's managers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         has_shell: whether this process is an IPython shell, so that ``display`` must also work in workers.
         names: names of the notebook's variables, most of which the call does not contain.
@@ -82,7 +82,7 @@ class SavedCall:
         )
 
     def restore_surroundings(self) -> None:
-        """Give this process the command line, the sources of cells and the shell of the saved call."""
+        """Give this process the saved call's command line, cell sources and shell."""
         sys.argv[:] = self.argv
         restore_sources(self.sources)
         if self.has_shell:
@@ -115,7 +115,7 @@ def save_call(
         advice: what to do if a call can't be pickled, besides creating the object inside the function.
 
     Raises:
-        PayloadError: a variable of the call can't be pickled; the message names it and says what to do.
+        PayloadError: a variable in the call can't be pickled; the message names it and says what to do.
     """
     fd = create_memory_file("nblaunch-call")
     descriptors.keep_from_children(fd)
@@ -132,7 +132,7 @@ def save_call(
 
 @contextmanager
 def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedCall]:
-    """Yield the call that was saved earlier, or save it for the block only; raise errors as :func:`save_call` does."""
+    """Yield the call that was saved earlier, or a snapshot for this block; raise errors as :func:`save_call` does."""
     if saved is not None:
         yield saved
         return
@@ -144,7 +144,7 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
 
 
 def _text_of_script() -> Iterator[str]:
-    """Yield the text of the script that this process runs; nothing in a notebook."""
+    """Yield the text of the script that this process is running; yield nothing in a notebook."""
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
     if is_user_file(file or "<frozen"):
         with suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(file) as script:
@@ -154,7 +154,7 @@ def _text_of_script() -> Iterator[str]:
 def _hash_seed() -> dict[str, str]:
     """Return the variable that gives sets of strings the same order on all ranks, in each attempt and launch.
 
-    Otherwise each fresh interpreter would choose its own order, and ranks that number the words in a set would
+    Without it, each fresh interpreter would choose its own order, and ranks that number the words in a set would
     disagree.
     """
     return {"PYTHONHASHSEED": str(hash("nblaunch") % (1 << 32))} if sys.flags.hash_randomization else {}
@@ -175,5 +175,5 @@ def _blame(call: FunctionCall, error: Exception, advice: str) -> str:
     what = "values that it needs" if len(parts) > 1 else "a value that it needs"
     return (
         f"{name_of(function)} can't be sent to fresh processes, because {what} can't be pickled: {named}. "
-        f"Create the value inside the function, or pass the data that it is made from in args; {advice}."
+        f"Create the value inside the function, or pass in args the data from which it is made; {advice}."
     )

@@ -41,7 +41,7 @@ class Boot:
     """Startup parameters of a fresh interpreter.
 
     Args:
-        assignments: one for a worker, all for a forkserver.
+        assignments: one assignment for a worker, or all assignments for a forkserver.
         call: the call that workers run, with the process state that it needs.
         report_fd: a forkserver's pipe to the kernel; -1 for a worker.
     """
@@ -56,7 +56,7 @@ def start_interpreter(
 ) -> subprocess.Popen[bytes]:
     """Start a Python process that calls a module's ``main``, which reads its :class:`Boot` with :func:`read_boot`.
 
-    Safe in any thread, whatever other threads are doing: no code of this process runs in the new one.
+    Safe in any thread, whatever other threads are doing: none of this process's code runs in the new one.
 
     Raises:
         LaunchError: the system could not start the process.
@@ -112,14 +112,14 @@ def start_program(
     *,
     reads_input: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module, in its own POSIX session.
+    """Start a Python process that has its own POSIX session and calls a module's ``main``.
 
     Args:
         module: name of the module.
         message: object to pickle into a memory file, whose descriptor is the argument of ``main``.
-        inherited: descriptors that the process gets in addition to the memory files of message and call.
+        inherited: descriptors that the process inherits in addition to the memory files for the message and the call.
         call: the call that it will run. The process starts with the environment, search path and working folder that
-            were saved with the call. None = it takes them from this process.
+            were saved with the call. None = it inherits these from this process.
         environment: the complete environment of the process; None = as described for ``call``.
         reads_input: whether it shares this process's standard input; otherwise, its input is empty.
 
@@ -162,7 +162,7 @@ def _open(
     fds: set[int],
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
-    # Otherwise an interrupt would print the traceback of an unfinished import into the cell.
+    # If signals were not blocked, an interrupt would print the traceback of an unfinished import into the cell.
     with process_control.signals_blocked(), descriptors.forks_held_back(), other_debuggers.kept_out():
         return subprocess.Popen(
             [sys.executable, "-c", program, str(message_fd)],

@@ -18,7 +18,7 @@ from nblaunch.host import descriptors
 _REAP_INTERVAL_S = 0.002
 
 KILL_PATIENCE_S = 10.0
-"""Seconds to wait for a process after SIGKILL: tearing down hundreds of GB, or a device, takes seconds."""
+"""Seconds to wait for a process after SIGKILL: tearing down hundreds of GB of memory, or a device, takes seconds."""
 
 
 class WorkerGroup(ABC):
@@ -30,9 +30,9 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def process_groups(self) -> list[int]:
-        """Return every process group that must not outlive the launcher, including helpers.
+        """Return every process group that must not outlive the launcher, including helpers' groups.
 
-        Groups whose leader was reaped are left out, because the system may give its id to another process.
+        Groups whose leader was reaped are left out, because the system may give the leader's id to another process.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Children(WorkerGroup):
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when a process ends; None if the system does not support it."""
+    """Open a descriptor that becomes readable when a process ends; return None if the system does not support this."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -123,7 +123,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to the process group that ``pid`` leads; only to ``pid`` until it has created its group."""
+    """Send a signal to the process group that ``pid`` leads, or only to ``pid`` if its group does not exist yet."""
     for send in (os.killpg, os.kill):
         try:
             send(pid, signum)
@@ -133,7 +133,7 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def kill_and_reap(pids: Iterable[int]) -> set[int]:
-    """Send SIGKILL to the group of each child and wait for them to end; return those that have not ended in time."""
+    """Send SIGKILL to each child's group and wait for the children to end; return those that have not ended in time."""
     waiting = set(pids)
     for pid in waiting:
         signal_group(pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ def kill_and_reap(pids: Iterable[int]) -> set[int]:
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:
-    """If child ``pid`` has ended, kill the rest of its group, then reap it; return how it ended.
+    """If child ``pid`` has ended, kill the rest of its group, then reap the child; return how it ended.
 
     Leftovers are killed while the child is a zombie, because no other process can get its id until it is reaped.
     """
@@ -173,7 +173,7 @@ def _kill_leftovers(pid: int) -> None:
 
 
 def disown(process: subprocess.Popen[bytes]) -> int:
-    """Stop ``subprocess`` from waiting for a process, which would warn about it and reap it unnoticed."""
+    """Stop ``subprocess`` from waiting for a process: it would warn about the process and reap it unnoticed."""
     process.returncode = 0
     return process.pid
 

@@ -1,22 +1,22 @@
 """The API for training functions: the :class:`Accelerator` and related classes.
 
-This package uses the launcher only through ``nblaunch.context``: the same function runs in a notebook, under
-``torchrun`` and in plain ``python``. The objects of a process, from the outside in:
+This package uses the launcher only through ``nblaunch.context``, so the same function runs in a notebook, under
+``torchrun`` and in plain ``python``. The objects in a process, from the outside in:
 
     context.ProcessContext       the launcher's information for this process: ranks, backend, progress board
-      .training: SharedState     shared_state.py     shared by all Accelerators, loaders and optimizers of the process
+      .training: SharedState     shared_state.py     shared by all Accelerators, loaders and optimizers in the process
         .process: JoinedProcess  joining.py          rank and device, after joining the process group; barriers, and
                                                      waiting for other ranks
-        .accumulation            accumulation.py     the accumulation window that any Accelerator entered last, and the
+        .accumulation            accumulation.py     the last accumulation window that an Accelerator entered, and the
                                                      loaders being read
-    PartialState and others      state.py            the user's views of the shared state, without their own data
+    PartialState and others      state.py            the user's views of the shared state, without data of their own
     ProcessMethods               process_methods.py  methods of the Accelerator and these states on the joined process
 
 The :class:`Accelerator` and its parts:
 
     accelerator.py   the methods that users call: a façade
     properties.py    its properties and its parts
-    per_process.py   rebuilds the parts of an Accelerator from a notebook cell in each worker
+    per_process.py   rebuilds, in each worker, the parts of an Accelerator from a notebook cell
     options.py       the dataclasses for its constructor
     arguments.py     sorts, checks and completes the constructor's arguments
     parallelism.py   divides the ranks: ParallelismConfig and its device mesh; sequences sharded over ranks
@@ -30,7 +30,7 @@ The :class:`Accelerator` and its parts:
     trusted_types.py the classes that checkpoint files may name
     tracking.py      metrics that the training function logs: from ``log`` to the trackers and to the launcher
     trackers.py      experiment trackers
-    checks/          finds errors in training loops that raise no exception
+    checks/          finds errors that raise no exception in training loops
     utilities/       functions that scripts import in addition to the Accelerator
 
 ``prepare`` passes objects through these modules:
@@ -57,6 +57,6 @@ The :class:`Accelerator` and its parts:
 per optimizer step) ──> precision.py (scales it for fp16, and calls ``loss.backward()``, in which hooks reduce
 gradients) ──> ``nblaunch.progress`` (shows it)
 
-On dashboards, a step is a batch that data/loader.py has yielded, or an item of ``accelerator.progress``. A hook that
-the worker sets on torch counts the steps of all optimizers (``nblaunch.worker.optimizer_steps``).
+On dashboards, a step is a batch that data/loader.py has yielded, or an item from ``accelerator.progress``. A hook that
+the worker installs in torch counts the steps of all optimizers (``nblaunch.worker.optimizer_steps``).
 """

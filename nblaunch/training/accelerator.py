@@ -1,11 +1,11 @@
 """The :class:`Accelerator`, the interface for training functions.
 
 It is a façade: the constructor resolves its arguments and builds the parts, and every method delegates to a part. It
-never asks which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Base classes are in
+never asks which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Its base classes:
 
     process_methods.py   ranks, barriers, work that only some ranks do; also the base of ``PartialState``
     properties.py        settings and labels; parts such as ``self._preparer``
-    per_process.py       rebuilds the parts of an Accelerator from a notebook cell in each worker, on first use
+    per_process.py       rebuilds, in each worker, the parts of an Accelerator from a notebook cell, on first use
 """
 
 from __future__ import annotations
@@ -77,31 +77,34 @@ class Accelerator(AcceleratorProperties):
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` counts the samples of all ranks together. None: as in
             ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: the precision of an earlier Accelerator,
-            else of ``notebook_launcher``, else of the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: the first of these that is set: the
+            precision of an earlier Accelerator, of ``notebook_launcher``, or in the variable
+            ``ACCELERATE_MIXED_PRECISION``; otherwise ``"no"``.
         gradient_accumulation_steps: number of micro-steps per optimizer step; see :meth:`accumulate`.
         cpu: compute on the CPU even if there are other devices.
-        dataloader_config: how prepared loaders share their data among ranks.
+        dataloader_config: how prepared loaders divide their data among ranks.
         rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (default;
-            the loader's, which is always synchronised if ranks share the order that it draws), ``"torch"``, ``"cuda"``.
+            the loader's own, which is always synchronised if all ranks use the order that it draws), ``"torch"``,
+            ``"cuda"``.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
-        project_dir: folder of this training run, for checkpoints and logs.
+        project_dir: folder for this training run's checkpoints and logs.
         project_config: settings for this folder and for the names of checkpoints. Its ``project_dir``, if set, takes
             precedence.
-        gradient_accumulation_plugin: all settings of gradient accumulation, instead of ``gradient_accumulation_steps``.
+        gradient_accumulation_plugin: all settings for gradient accumulation, instead of
+            ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: schedulers step only when their optimizer does, and then once per process,
-            because schedules are written for a single process. False: exactly once per call.
+            because schedules are written for a single process. False: they step exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
             ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``,
             ``TorchDynamoPlugin``.
-        dynamo_backend: compile models with this backend of :func:`torch.compile`, such as ``"inductor"``. None: the
-            variable ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
-        dynamo_plugin: all settings of compilation, instead of ``dynamo_backend``.
+        dynamo_backend: compile models with this backend of :func:`torch.compile`, such as ``"inductor"``. None: use the
+            variable ``ACCELERATE_DYNAMO_BACKEND``; if it is not set, models are not compiled.
+        dynamo_plugin: all settings for compilation, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
-        strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler shards batches over
+        strategy: ``"spmd"``: this process drives all XLA devices on the host, and the compiler shards batches over
             them. You can also pass your own ``StrategyPlugin``, which builds the strategy; see
-            ``nblaunch.training.strategies``. None: the launcher's strategy, else one device per process.
+            ``nblaunch.training.strategies``. None: the launcher's strategy, or else one device per process.
         fsdp_plugin: shard models over ranks, or with ``strategy="spmd"`` over the devices of this process. See
             ``FullyShardedDataParallelPlugin``.
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see ``DeepSpeedPlugin``. None: use an earlier
@@ -112,9 +115,9 @@ class Accelerator(AcceleratorProperties):
 
     Raises:
         ValueError: an argument is invalid, contradicts another argument, or requests a device other than the one that
-            an earlier Accelerator of this process uses.
-        TypeError: an unknown argument.
-        NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
+            an earlier Accelerator in this process uses.
+        TypeError: an argument is unknown.
+        NotImplementedError: an argument of Hugging Face Accelerate is not supported here yet.
     """
 
     def __init__(
@@ -157,10 +160,10 @@ class Accelerator(AcceleratorProperties):
         dynamo = arguments.resolve_dynamo(dynamo_backend, dynamo_plugin, handlers)
         project = project_of(project_dir, project_config)
         plugin = arguments.given_plugin(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, strategy)
-        # 2. Configure the device before joining the job, which uses it.
+        # 2. Configure the device before joining the job, because joining uses the device.
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
-        # 3. Choose the settings that all Accelerators of the process share.
+        # 3. Choose the settings that all Accelerators in the process share.
         chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
         self.state.dynamo_plugin = dynamo
         # 4. Create the parts that the methods delegate to.
@@ -289,12 +292,12 @@ class Accelerator(AcceleratorProperties):
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-        """Return a loader that skips the first batches of its next epoch, as after :meth:`load_state`.
+        """Return a loader that skips the first batches of its next epoch, for use after :meth:`load_state`.
 
         Args:
-            dataloader: prepared or not.
-            num_batches: number of this rank's batches to skip; None: all batches before the position of the checkpoint
-                that was loaded last, on any number of ranks.
+            dataloader: the loader, prepared or not.
+            num_batches: number of this rank's batches to skip; None: all batches before the position in the checkpoint
+                that was loaded last, whatever the number of ranks.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -317,7 +320,7 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over ``cp_size`` ranks, if it is set, during the block, which runs one training step.
+        """Shard sequences over ``cp_size`` ranks (if that is set) during the block, which runs one training step.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -354,11 +357,11 @@ class Accelerator(AcceleratorProperties):
         """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the number of micro-steps.
 
         With fp16, the loss is scaled as well. The dashboard reads the loss at most twice per second and at the end of
-        an epoch, because each reading waits for the device.
+        an epoch, because it must wait for the device each time.
 
         Args:
-            loss: a tensor of one element.
-            **kwargs: arguments of :meth:`torch.Tensor.backward`, such as ``retain_graph=True``; or ``learning_rate``,
+            loss: a tensor with one element.
+            **kwargs: arguments for :meth:`torch.Tensor.backward`, such as ``retain_graph=True``; or ``learning_rate``,
                 for LOMO.
 
         Raises:
@@ -383,7 +386,7 @@ class Accelerator(AcceleratorProperties):
             for inputs, labels in loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(cross_entropy(model(inputs), labels))
-                    optimizer.step()  # does nothing in three of four micro-steps
+                    optimizer.step()  # does nothing in three out of four micro-steps
                     optimizer.zero_grad()
         """
         home = self._home  # as in backward
@@ -407,15 +410,16 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[None]:
         """Allow unequal numbers of batches in the block. Ranks that run out of data join the steps of the others.
 
-        As in Accelerate, ranks without data contribute zeros, and gradients are divided by the number of all ranks.
+        As in Accelerate, ranks without data contribute zeros, and gradients are divided by the total number of ranks.
         With gradient accumulation, the end of an uneven loader does not close a window, so that all ranks synchronise
-        in the same steps; the remaining gradients count in the next window. At the end of the block, ranks that ran out
-        of data get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
-        collectives in the loop, such as ``gather``, or a second forward pass of a model before the next batch.
+        in the same steps; the remaining gradients count towards the next window. At the end of the block, ranks that
+        ran out of data get the state of optimizers, schedules and windows from the others. Ranks without data can't
+        join other collectives in the loop, such as ``gather``, or a second forward pass of a model before the next
+        batch.
 
         Args:
-            joinables: the prepared models (and optimizers that communicate) of the loop.
-            even_batches: overrides the setting of all prepared loaders over indexed datasets inside the block.
+            joinables: the prepared models (and optimizers that communicate) in the loop.
+            even_batches: inside the block, overrides the setting of all prepared loaders over indexed datasets.
         """
         return uneven_inputs.join_uneven_inputs(self._preparer, joinables, even_batches)
 
@@ -429,7 +433,7 @@ class Accelerator(AcceleratorProperties):
     # --- gradients: unscaling and clipping ---------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the fp16 gradients of one optimizer or a list of them; None: of all prepared optimizers."""
+        """Unscale the fp16 gradients of an optimizer or a list of optimizers; None means all prepared optimizers."""
         gradients.unscale(self._preparer, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -504,7 +508,7 @@ class Accelerator(AcceleratorProperties):
         return self._operations.gather_object(items)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Combine tensors of all ranks elementwise, without changing the argument.
+        """Combine tensors from all ranks elementwise, without changing the argument.
 
         Args:
             tensor: tensor or nested structure of tensors, of equal shape on all ranks.
@@ -518,7 +522,7 @@ class Accelerator(AcceleratorProperties):
         return self._operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite tensors with the tensors of one rank, in place, and return them.
+        """Overwrite tensors in place with one rank's tensors, and return them.
 
         Args:
             tensor: tensor or nested structure of tensors, of equal shape on all ranks.
@@ -553,7 +557,7 @@ class Accelerator(AcceleratorProperties):
         self.flag_tensor = torch.ones(1, device=self._shared.process.device)
 
     def check_trigger(self) -> bool:
-        """Return whether any rank set the flag since the last check, and clear it. A collective: call it on all ranks.
+        """Return whether any rank has set the flag since the last check; clear it. A collective: call it on all ranks.
 
         Example::
 
@@ -580,32 +584,32 @@ class Accelerator(AcceleratorProperties):
         asynchronous: bool = False,
         main_process_only: bool = False,
     ) -> str:
-        """Save everything that is needed to continue training exactly where it is. Call it on all ranks.
+        """Save everything that is needed to continue training from exactly this point. Call it on all ranks.
 
         It saves weights, optimizers, schedulers, the gradient scaler, positions of loaders, registered objects and the
         random generators of every rank. The new checkpoint replaces the previous one in the folder only when
-        it is complete and on disk. If saving fails or the process ends before that, the previous checkpoint
-        is intact. Other files are kept.
+        it is complete and on disk. If saving fails or the process ends before that, the previous checkpoint remains
+        intact. Other files are kept.
 
         Resumed training gives the same numbers as uninterrupted training. With three or more ranks, they are equal up
         to rounding, because DistributedDataParallel adds its first gradients in a different order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). The main
-        process then saves without the random states of the other ranks, or raises an error if they hold shards of the
-        weights.
+        collective or exit, nblaunch concludes that only the main process is meant to save (``if is_main_process:``).
+        The main process then saves without the random states of the other ranks, or raises an error if they hold shards
+        of the weights.
 
         Args:
-            output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming; see
-                ``ProjectConfiguration``.
+            output_dir: the folder on the main process; its path may begin with ``~``. Ignored with automatic naming;
+                see ``ProjectConfiguration``.
             safe_serialization: write weights in the safetensors format; False: in torch's format.
             asynchronous: copy the state to CPU memory, return, and write in a thread. The next ``save_state`` or
                 ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises the thread's errors. The memory
                 is reused until ``end_training``. With an ``fsdp_plugin``, every rank does this with its shards; a
                 strategy that does not support this writes its shards before the call returns. A worker exits only after
                 the thread has finished.
-            main_process_only: only the main process saves, without waiting and without the random states of other
-                ranks. Other ranks return immediately, and need not call it.
+            main_process_only: only the main process saves; it neither waits for other ranks nor saves their random
+                states. Other ranks return immediately, and need not call it.
 
         Returns:
             The folder.
@@ -642,15 +646,15 @@ class Accelerator(AcceleratorProperties):
             input_dir: the folder, as in :meth:`save_state`. None: with automatic naming, the checkpoint with the
                 highest number.
             load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
-                execute code. Even by default, states of registered objects may contain objects of the notebook's
+                execute code. Even by default, states of registered objects may contain instances of the notebook's
                 classes.
             **model_options: ``strict=False`` accepts weights whose names differ from the model's; ``map_location``,
-                ``"cpu"`` (default) or ``"on_device"``, is the device on which weights and optimizers are loaded.
+                ``"cpu"`` (default) or ``"on_device"``, is the device onto which weights and optimizers are loaded.
 
         Raises:
             ValueError: the folder does not exist.
             CheckpointError: the checkpoint is damaged or does not fit this job; the message says what and where.
-            TypeError: an unknown ``map_location`` or option.
+            TypeError: ``map_location`` or another option is unknown.
         """
         load_state.load_state(self._checkpoints, self._saver, input_dir, load_kwargs, **model_options)
 
@@ -674,7 +678,7 @@ class Accelerator(AcceleratorProperties):
         ``save_state`` writes shards before it calls the hook.
 
         Args:
-            hook: gets the user's modules, without parallel wrappers and ``torch.compile``, their state dicts, and a
+            hook: gets the user's modules (without parallel wrappers or ``torch.compile``), their state dicts, and a
                 folder to write to, which becomes the checkpoint when it is complete. ``save_state`` does not write
                 state dicts that the hook removes from ``weights``.
 
@@ -725,11 +729,11 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the model, prepared or not.
             save_directory: the folder, which exists on every rank when the call returns.
-            max_shard_size: maximum size of the tensors in a file: a number of bytes, or a text such as ``"5GB"``.
+            max_shard_size: maximum size of the tensors in a file: a number of bytes, or a string such as ``"5GB"``.
             safe_serialization: use the safetensors format; False: torch's format, in ``pytorch_model.bin``.
 
         Raises:
-            ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
+            ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a valid size.
             RuntimeError: a parameter is on the meta device.
         """
         if self._checkpoints.is_writer or self._checkpoints.strategy.holds_shards:
@@ -767,7 +771,7 @@ class Accelerator(AcceleratorProperties):
         run, when it first uses them. A call in the launched function replaces the call in the cell.
 
         Args:
-            project_name: name of the project for the runs.
+            project_name: name of the project to which the runs belong.
             config: settings to store with the run, such as learning rate and seed: a mapping, a dataclass, an argparse
                 namespace, or an object with the settings as attributes. It is not changed.
             init_kwargs: further arguments by tracker name, such as ``{"wandb": {"tags": ["a"]}}``.
@@ -782,12 +786,12 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
 
-        It also works without trackers. The dashboard and ``job.metrics`` receive numbers and short texts as Python
+        It also works without trackers. The dashboard and ``job.metrics`` receive numbers and short strings as Python
         types: an enum member becomes its value, and a NumPy number or a tensor with one element becomes a number. Other
         objects reach only trackers that support them. To log a tensor, this method waits for the tensor's device.
 
         Args:
-            values: by name; nested mappings get names such as ``loss/train``.
+            values: the values, by name; nested mappings get names such as ``loss/train``.
             step: the step that the values belong to; None: no step. If it is not a number, charts count calls instead,
                 and ``job.metrics`` contains it as text.
             log_kwargs: further arguments by tracker name.
@@ -821,8 +825,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             iterable: any iterable; for a prepared loader, this method adds nothing.
             total: length of the iterable, if it has no ``len``.
-            desc: short description, shown as the status line of this rank. If it contains "epoch", the items count as
-                epochs, and the dashboard shows them in its epochs column instead, such as "2/6".
+            desc: short description, shown as this rank's status line. If it contains "epoch", the items count as
+                epochs, and the dashboard shows them in its epochs column instead, for example as "2/6".
 
         Example::
 
@@ -838,7 +842,7 @@ class Accelerator(AcceleratorProperties):
         """Run the block under torch's profiler on every rank. This is a collective if traces are written.
 
         Args:
-            profile_handler: settings of the profile, and the folder for traces, if any; None: the ``ProfileKwargs`` in
+            profile_handler: settings for the profile, and the folder for traces, if any; None: the ``ProfileKwargs`` in
                 ``kwargs_handlers``, or the defaults.
 
         Example::

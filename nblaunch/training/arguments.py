@@ -1,13 +1,12 @@
-"""Sort, check and complete the constructor arguments of the ``Accelerator``.
+"""Sorts, checks and completes the arguments of the ``Accelerator``'s constructor.
 
-Settings that the Accelerators of a process share (precision, strategy, parallelism) default to the earlier
-Accelerator's. All others default to the launcher's value, the environment's value, or the documented default.
-Functions return the resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes
-the ParallelismConfig and makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. The
-dataclasses for arguments are in ``options.py``. The launcher's defaults are
-``LaunchSpec.accelerator_defaults``, which a process has in its context. ``spec.py`` builds them from the
-launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets only the precision; a
-configuration file or the command line can set both.
+Settings that the Accelerators in a process share (precision, strategy, parallelism) default to an earlier Accelerator's
+values. All others default to the launcher's value, the environment's value, or the documented default. The functions
+return the resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes the
+ParallelismConfig and creates its mesh, and ``resolve_precision`` may switch an XLA device to bf16. The dataclasses for
+arguments are in ``options.py``. The launcher's defaults are ``LaunchSpec.accelerator_defaults``, which each process
+finds in its context. ``spec.py`` builds them from the launch's ``mixed_precision`` and ``accelerator_arguments``.
+``notebook_launcher`` sets only the precision; a configuration file or the command line can set both.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _INSTEAD = {
         "context parallelism"
     ),
     "torch_tp_plugin": (
-        "tensor parallelism over N ranks is Accelerator(parallelism_config=ParallelismConfig(tp_size=N))"
+        "for tensor parallelism over N ranks, use Accelerator(parallelism_config=ParallelismConfig(tp_size=N))"
     ),
 }
 
@@ -156,10 +155,10 @@ def resolve_dynamo(
 
 
 def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
-    """Return whether ``strategy`` is ``"spmd"``: this process drives all devices of its host.
+    """Return whether ``strategy`` is ``"spmd"``, so that this process drives all devices on its host.
 
     Raises:
-        ValueError: ``strategy`` is another name.
+        ValueError: ``strategy`` is an unknown name.
     """
     return strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy)
 
@@ -239,13 +238,13 @@ def parallel_plugin(
 def plugin_if_none_given(
     kept: StrategyPlugin | None, handlers: Mapping[type, Any], parallelism: ParallelismConfig | None
 ) -> StrategyPlugin:
-    """Return the plugin to use if none was passed: the one in use, else the launch's, else replicas.
+    """Return the plugin to use if none was passed: the one in use, the launch's, or else a ``ReplicatedPlugin``.
 
     Args:
         kept: the plugin of an earlier Accelerator in this process.
         handlers: the Accelerator's handlers, which may include settings for replicas.
-        parallelism: how to divide ranks from now on; None: as before. If it does not shard, an earlier plugin that
-            shards is not kept.
+        parallelism: how to divide ranks from now on; None: as before. If this does not shard models, an earlier plugin
+            that does so is not kept.
     """
     without_shards = parallelism is not None and not parallelism.is_for_fsdp
     is_dropped = without_shards and isinstance(kept, FullyShardedDataParallelPlugin)

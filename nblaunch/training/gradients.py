@@ -28,8 +28,8 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
 
     Args:
         preparer: the Accelerator's preparer.
-        loss: a tensor of one element.
-        options: keyword arguments of :meth:`torch.Tensor.backward`, or ``learning_rate``.
+        loss: a tensor with one element.
+        options: keyword arguments for :meth:`torch.Tensor.backward`, or ``learning_rate``.
     """
     shared, divisor = preparer.shared, preparer.accumulation.plugin.num_steps
     if not shared.has_checked_models:
@@ -129,12 +129,12 @@ class MicroStep(ContextDecorator):
 
 
 def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
-    """Warn once, on rank 0, about the number by which gradients of a short window are divided."""
+    """Warn once, on rank 0, about the number by which a short window's gradients are divided."""
     size, num_steps = accumulation.current.size, accumulation.num_steps
     accumulation.has_named_short_window = True
     if rank == 0 and accumulation.plugin.divide_by_actual is None:
         warn(
-            f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients "
+            f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, but its gradients "
             f"are divided by {num_steps}, as in Accelerate, so its step is {size}/{num_steps} of the usual size. "
             f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. "
             "divide_by_actual=False silences this warning, for example if the loss is a sum divided by a token count"

@@ -1,4 +1,4 @@
-"""Make this process part of its job: :func:`join` chooses its device, and the backend joins the process group.
+"""Makes this process part of its job: :func:`join` chooses its device, and the backend joins the process group.
 
 Backends call ``init_process_group``, mostly through ``backends/process_group.py``. If the user's
 ``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls that function itself. In nblaunch's
@@ -35,7 +35,7 @@ class JoinedProcess:
     """The rank and the device of this process, after it has joined its job's process group. Neither changes later.
 
     All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process also has this
-    object, and so does a process that ``multiprocessing`` started in a rank, but neither has a process group.
+    object, and so does a process that ``multiprocessing`` started in a rank, but neither is in a process group.
     """
 
     topology: Topology
@@ -164,9 +164,9 @@ def current_topology() -> Topology:
 
 
 class waiting:
-    """Context manager: shows on the board that this rank waits for other ranks, and restores the previous state.
+    """Context manager: shows on the board that this rank is waiting for other ranks, and restores the previous state.
 
-    This distinguishes a slow rank from the ranks that wait for it.
+    This distinguishes a slow rank from the ranks that are waiting for it.
     """
 
     __slots__ = ("_before", "_slot")
@@ -194,7 +194,7 @@ def barrier(device: torch.device) -> None:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Run the block in one process of this machine at a time, for example if host memory holds a model only once.
+    """Run the block in one process on this machine at a time, for example if a model fits only once into host memory.
 
         with nblaunch.one_at_a_time():
             model = build_model().to(accelerator.device)

@@ -20,8 +20,8 @@ If a device's tensors are of a different class than CPU tensors, moving a module
 :class:`Replacements` ties the new parameters wherever layers shared the old ones, and gives them to existing
 optimizers. It also handles parameters that ``fully_shard`` and fp8 replace.
 
-Models that a device map has split do not move. Quantised models do not move if they have a device map, or are already
-on the device (``stays_in_place``).
+Models that a device map has split are not moved. Quantised models are not moved if they have a device map or are
+already on the device (``stays_in_place``).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _inside(model: Any) -> Any:
 class Replacements:
     """Records parameters that a move, ``fully_shard`` or fp8 replaced in ``prepare``, without keeping them alive.
 
-    Parameters that replaced each other share one reference to the newest, because the ones in between may be gone.
+    Parameters that replaced each other share one reference to the newest one, because the ones in between may be gone.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Replacements:
                 continue
             new = replaced.setdefault(id(old), now)
             if new is not now:
-                owner._parameters[own_name] = new  # tied: two names of one parameter
+                owner._parameters[own_name] = new  # tied: two names for one parameter
             self.add(old, new)
 
     def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
@@ -230,7 +230,7 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
     if is_dispatched(model) and process.topology.world_size > 1:
         raise ValueError(
             "You can't train a model that has been loaded with `device_map='auto'` in any distributed mode: every rank "
-            f"needs the whole model on its own device, and hf_device_map has {len(device_map(model))} entries. Load it "
+            f"needs the whole model on its own device, but hf_device_map has {len(device_map(model))} entries. Load it "
             'with device_map={"": accelerator.device} inside the function, shard it with '
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), or use num_processes=1"
         )

@@ -1,6 +1,6 @@
 """Prepared optimizers, which step only when the accumulation window ends, and schedulers, which step with them.
 
-With ``step_scheduler_with_optimizer=False``, a scheduler steps at every call.
+With ``step_scheduler_with_optimizer=False``, a scheduler steps on every call.
 
 The user writes the plain loop (``optimizer.step(); scheduler.step(); optimizer.zero_grad()``), and the wrappers ignore
 calls in the middle of an accumulation window or after an overflow.
@@ -67,7 +67,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._needs_no_choice = choice is None or choice.default is True
         precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
-            optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
+            optimizer.load_state_dict(
+                optimizer.state_dict()
+            )  # here, torch moves each state to its parameter's device
 
     def __getattr__(self, name: str) -> Any:
         # This also makes torch's hook methods register their hooks with the inner optimizer.
@@ -98,12 +100,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Call ``train`` of the inner optimizer, if it has one."""
+        """Call the inner optimizer's ``train``, if it has one."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Call ``eval`` of the inner optimizer, if it has one."""
+        """Call the inner optimizer's ``eval``, if it has one."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
@@ -177,14 +179,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None otherwise."""
+        """The gradient scaler for fp16; None with other precisions."""
         return self._precision.scaler
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because fp16 gradients overflowed.
 
-        A fused optimizer decides this on the device, so reading the property waits for the device.
+        A fused optimizer decides this on the device, so reading the property means waiting for the device.
         """
         return bool(self._is_overflow)
 
@@ -250,7 +252,7 @@ class AcceleratedScheduler:
 
     @property
     def steps_per_call(self) -> int:
-        """How many steps the inner scheduler takes in a call of :meth:`step`."""
+        """How many steps the inner scheduler takes in a call to :meth:`step`."""
         follows_metric = isinstance(self.scheduler, ReduceLROnPlateau)
         is_single = self.split_batches or follows_metric or not self.step_with_optimizer
         return 1 if is_single else self._num_ranks

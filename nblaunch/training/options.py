@@ -1,4 +1,4 @@
-"""The option classes for an ``Accelerator``, with the names and fields of Hugging Face Accelerate.
+"""The option classes for an ``Accelerator``, with the same names and fields as in Hugging Face Accelerate.
 
 They are plain data: they touch no device, and only ``TorchDynamoPlugin`` reads the environment. Constructors check the
 fields, and an ``Accelerator`` checks them again, because scripts may assign fields and subclasses may add some. A field
@@ -25,7 +25,7 @@ RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 
 
 class Word(str, enum.Enum):
-    """Base class of enumerations whose members are strings, and print as strings."""
+    """Base class for enumerations whose members are strings and print as strings."""
 
     def __str__(self) -> str:
         return self.value
@@ -58,7 +58,7 @@ class RNGType(Word):
 
 @dataclass
 class KwargsHandler:
-    """Base class of handlers for ``Accelerator(kwargs_handlers=[...])``."""
+    """Base class for the handlers in ``Accelerator(kwargs_handlers=[...])``."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -128,7 +128,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
         if str(self.comm_hook) == DDPCommunicationHookType.BATCHED_POWER_SGD.value:
-            # In torch 1.11 to 2.13, this hook passes one matrix to a function that asserts a stack of matrices.
+            # In torch 1.11 to 2.13, this hook passes one matrix to a function that asserts that it gets a stack of
+            # matrices.
             raise ValueError(
                 "comm_hook='batched_power_sgd' can't be used: torch's batched_powerSGD_hook stops with an "
                 "AssertionError at the first step that it approximates, after PowerSGDState's start_powerSGD_iter. "
@@ -182,11 +183,11 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Settings of ``accelerator.profile``: what it records.
+    """Settings for ``accelerator.profile``, which determine what it records.
 
     Args:
         activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``; None: all that are available.
-        schedule_option: arguments of :func:`torch.profiler.schedule` (``wait``, ``warmup``, ``active``, ``repeat``,
+        schedule_option: arguments for :func:`torch.profiler.schedule` (``wait``, ``warmup``, ``active``, ``repeat``,
             ``skip_first``); None: record everything.
         on_trace_ready: called with the profiler when a recording is complete.
         record_shapes: also record the shapes of inputs.
@@ -234,7 +235,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 class DynamoBackend(str, enum.Enum):
-    """Common backends of :func:`torch.compile`. Pass any other backend by name."""
+    """Common backends for :func:`torch.compile`. Pass any other backend by name."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -265,7 +266,7 @@ class TorchDynamoPlugin(KwargsHandler):
             on, else ``"no"``.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
         fullgraph: raise an error if a model can't be compiled in one piece.
-        dynamic: whether shapes may change; None: torch detects it.
+        dynamic: whether shapes may change; None: torch detects whether they do.
         options: options for the compiler.
         disable: don't compile, for debugging.
         use_regional_compilation: compile a model's repeated blocks, each kind once, instead of the whole model.
@@ -297,7 +298,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.use_regional_compilation = env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults that apply if no environment variables are set."""
+        """Return the fields that differ from their defaults without environment variables."""
         plain = {"backend": "no", "disable": False, "fullgraph": False, "use_regional_compilation": False}
         fields = self.to_dict() | {"backend": self._name}
         return {name: value for name, value in fields.items() if value != plain.get(name)}
@@ -324,7 +325,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return str(getattr(self.backend, "value", self.backend) or "no").lower()
 
     def to_compile_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of :func:`torch.compile` that differ from torch's defaults."""
+        """Return the arguments for :func:`torch.compile` that differ from torch's defaults."""
         kwargs = self.to_kwargs() | {"backend": self._name}
         kwargs.pop("use_regional_compilation", None)
         return kwargs
@@ -332,18 +333,18 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """All settings of gradient accumulation.
+    """All settings for gradient accumulation.
 
     Args:
         num_steps: number of micro-steps per optimizer step, at least 1.
-        adjust_scheduler: silence torch's warning about the order of scheduler and optimizer inside a window.
+        adjust_scheduler: silence torch's warning about the order of scheduler and optimizer steps inside a window.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks in every micro-step. Sharded models then need less memory, but
             more communication.
-        divide_by_actual: how to divide the gradients of a window that the end of a loader has closed early.
-            True: divide by the actual number of micro-steps, which gives their mean; the division happens in
-            ``optimizer.step`` or before clipping. False: divide by ``num_steps``, as in all other windows.
-            None: like False, but warn once.
+        divide_by_actual: how to divide the gradients of a window that was cut short by the end of a loader. True:
+            divide by the actual number of micro-steps, which gives their mean; the division happens in
+            ``optimizer.step`` or before clipping. False: divide by ``num_steps``, as in all other windows. None: like
+            False, but warn once.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -366,20 +367,20 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration(KwargsHandler):
-    """Settings of prepared loaders: how they share their data among ranks.
+    """Settings for prepared loaders, which determine how the data is shared among ranks.
 
     Args:
         split_batches: False: each rank gets whole batches, and the global batch has ``batch_size`` x ranks samples.
             True: ``batch_size`` is the size of the global batch, which is divided among the ranks.
-        dispatch_batches: True: rank 0 reads for all ranks and sends each its part. Use it for data that only one
-            process can read, or whose order differs between processes. False: each rank reads its own share. None:
+        dispatch_batches: True: rank 0 reads for all ranks and sends each of them its part. Use it for data that only
+            one process can read, or whose order differs between processes. False: each rank reads its own share. None:
             True for iterable datasets whose batches go to the device, False otherwise.
         even_batches: pad the end of the epoch with samples from its start, so that all ranks get the same
             number of batches of equal size; ``gather_for_metrics`` drops the added samples. No samples are
-            added if a stream divides itself into one part per rank, as streams of ``datasets`` do with
+            added if a stream divides itself into one part per rank, as streams from ``datasets`` do with
             ``dispatch_batches=False``.
-        use_seedable_sampler: make the order depend only on seed and epoch, not on the global random state.
-        data_seed: the seed of ``use_seedable_sampler``; None: rank 0's ``torch.initial_seed()``, which ``set_seed``
+        use_seedable_sampler: make the order depend only on the seed and the epoch, not on the global random state.
+        data_seed: the seed for ``use_seedable_sampler``; None: rank 0's ``torch.initial_seed()``, which ``set_seed``
             sets.
         non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
         use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, whose ``state_dict`` contains its
@@ -437,14 +438,14 @@ class ProjectConfiguration:
     """The folders of a training run, for checkpoints and logs.
 
     Args:
-        project_dir: folder of the run; None: no folder.
+        project_dir: the run's folder; None: no folder.
         logging_dir: folder for trackers that write files; None: ``project_dir``.
         automatic_checkpoint_naming: ``save_state`` writes ``<project_dir>/checkpoints/checkpoint_<iteration>``.
         total_limit: number of automatically named checkpoints to keep, at least 1; None: all. ``save_state`` removes
             the oldest checkpoint after the new one is complete.
         iteration: number of the next checkpoint. ``save_state`` increments it, and ``load_state`` sets it to the number
             after the loaded checkpoint's.
-        save_on_each_node: ``save`` and ``save_model`` write on every machine, instead of only the first.
+        save_on_each_node: ``save`` and ``save_model`` write on every machine, instead of only on the first.
 
     Raises:
         ValueError: ``total_limit`` is less than 1, or ``iteration`` is negative. ``save_state`` and ``load_state``
@@ -475,7 +476,7 @@ class ProjectConfiguration:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of automatically named checkpoints.
+        """The folder for automatically named checkpoints.
 
         Raises:
             ValueError: there is no ``project_dir``.

@@ -1,6 +1,6 @@
-"""Divide the ranks of a job among forms of parallelism: :class:`ParallelismConfig`, and its device mesh.
+"""Divides a job's ranks among forms of parallelism: :class:`ParallelismConfig`, and its device mesh.
 
-    dp_replicate x dp_shard x cp x tp     the product of sizes is the number of ranks; the last one varies fastest
+    dp_replicate x dp_shard x cp x tp     the sizes' product is the number of ranks; the last dimension varies fastest
     dp_replicate, dp_shard                ranks read different data
     cp, tp                                ranks read the same data
 
@@ -33,7 +33,7 @@ _SEQUENCE = (
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Settings of tensor parallelism.
+    """Settings for tensor parallelism.
 
     Args:
         enable_async_tp: has no effect, as in Accelerate.
@@ -48,7 +48,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Settings of context parallelism.
+    """Settings for context parallelism.
 
     Args:
         cp_comm_strategy: how ranks exchange keys and values: ``"allgather"`` (the default) or ``"alltoall"``.
@@ -82,7 +82,7 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Divides the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
+    """Divides a job's ranks: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
 
     The product of the sizes must equal the number of processes. Sizes that are not set come from the
     launch, or from the variables ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
@@ -98,12 +98,12 @@ class ParallelismConfig:
         cp_backend: ``"torch"``.
         sp_size: DeepSpeed's sequence parallelism; only 1 is supported.
         sp_backend: ``"deepspeed"``.
-        tp_handler: settings of tensor parallelism.
-        cp_handler: settings of context parallelism.
-        sp_handler: settings of DeepSpeed's sequence parallelism.
+        tp_handler: settings for tensor parallelism.
+        cp_handler: settings for context parallelism.
+        sp_handler: settings for DeepSpeed's sequence parallelism.
 
     Attributes:
-        device_mesh: torch's mesh, after an Accelerator has created it.
+        device_mesh: torch's mesh; None until an Accelerator creates it.
 
     Raises:
         ValueError: a size is not positive, or the sizes can't be combined.
@@ -157,7 +157,7 @@ class ParallelismConfig:
             )
 
     def fit(self, num_processes: int, is_sharded: bool) -> None:
-        """Check the sizes against the number of ranks; if all are 1, use all ranks for data parallelism.
+        """Check the sizes against the number of ranks; if all sizes are 1, use all ranks for data parallelism.
 
         Args:
             num_processes: number of ranks in the job.
@@ -304,7 +304,7 @@ class ParallelismConfig:
         """Return the mesh; the first call creates it.
 
         Raises:
-            ValueError: ``device_type`` is missing in the first call, or differs from the mesh's.
+            ValueError: ``device_type`` is missing from the first call, or differs from the mesh's.
         """
         if self.device_mesh is None:
             if device_type is None:

@@ -1,4 +1,4 @@
-"""Keep the parts of an Accelerator per process: an object from a notebook cell has separate parts in each worker.
+"""Keeps an Accelerator's parts per process: an object from a notebook cell has separate parts in each worker.
 
     accelerator = Accelerator(mixed_precision="bf16")     # in a cell: one process, rank 0 of 1
 
@@ -7,7 +7,7 @@
 
 A worker inherits the object by fork or receives it pickled. The worker rebuilds the parts that depend on the process
 when they are first used, so an unused object costs nothing. The notebook's own parts do not change; with
-``engine="inline"``, the parts of the notebook and of the worker exist in one process. Registrations in the cell
+``engine="inline"``, the notebook's and the worker's parts exist in the same process. Registrations made in the cell
 (checkpointed objects, checkpoint hooks, started trackers) also apply in workers; see :func:`_registered_in`.
 """
 
@@ -54,7 +54,7 @@ def part() -> Any:
 
 
 class PerProcessParts(ABC):
-    """Base class of the ``Accelerator``: keeps its parts per process, and rebuilds them on first use in a worker."""
+    """Base class for the ``Accelerator``: keeps its parts per process, and rebuilds them on first use in a worker."""
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]
@@ -64,7 +64,7 @@ class PerProcessParts(ABC):
     """A weak reference to the launch that uses an object created elsewhere, and the object's parts in that launch."""
 
     def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
-        """Store the arguments of the constructor, which calls this first. This process becomes the object's home.
+        """Store the constructor's arguments, and make this process the object's home. The constructor calls this first.
 
         Args:
             variables: the constructor's local variables.
@@ -76,16 +76,16 @@ class PerProcessParts(ABC):
 
     @abstractmethod
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
-        """Build the parts of this process with the Accelerator's constructor, rather than a subclass's."""
+        """Build this process's parts with the Accelerator's constructor, rather than a subclass's."""
 
     @property
     def _operations(self) -> ModuleType:
-        """The collectives. In a worker, this joins the job if it is the first use of the object."""
+        """The collectives. In a worker, this joins the job if the object has not been used before."""
         self._parts()
         return operations
 
     def _parts(self) -> dict[str, Any]:
-        """Return the parts of this process, and build them if necessary. Called several times per step."""
+        """Return this process's parts, building them if necessary. Called several times per step."""
         home = self._home
         if home is not None and home.is_current:
             return self._own_parts
@@ -96,7 +96,7 @@ class PerProcessParts(ABC):
         return parts if launch() is here else self._build_here(here)
 
     def _make_own(self, here: ProcessContext) -> dict[str, Any]:
-        """Make this process the home of the object, which was unpickled in a process without a launcher."""
+        """Make this process, which has no launcher, the home of an unpickled object."""
         self._home = here
         if not self._own_parts:
             self._call_constructor(self._arguments)
@@ -104,7 +104,7 @@ class PerProcessParts(ABC):
         return self._own_parts
 
     def _build_here(self, here: ProcessContext) -> dict[str, Any]:
-        """Build and return the parts of this worker.
+        """Build and return this worker's parts.
 
         Raises:
             RuntimeError: objects were prepared in the notebook.
@@ -116,8 +116,8 @@ class PerProcessParts(ABC):
             arguments = {**arguments, **_arguments_now(self._own_parts)}
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
-        # The parts are dropped with the object (each command of a session has its own), and after an inline launch.
-        reference = weakref.ref(self)  # a bound method would keep the parts until garbage collection
+        # The parts are dropped with the object (each session command has its own object), and after an inline launch.
+        reference = weakref.ref(self)  # a bound method would keep the parts alive until garbage collection
 
         def forget(_: object) -> None:
             instance = reference()
@@ -175,7 +175,7 @@ def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Apply the registrations of another process to this process's parts."""
+    """Apply another process's registrations to this process's parts."""
     for name, registered in carried.items():
         parts[name].take_over(registered)
 
@@ -183,11 +183,11 @@ def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
 def _unpickled(cls: type[PerProcessParts], arguments: Mapping[str, Any]) -> PerProcessParts:
     """Return the object without building its parts, because this process may not be the one that uses it.
 
-    Its ``__setstate__`` adds registrations, and parts that can't be rebuilt.
+    The object's ``__setstate__`` adds registrations, and parts that can't be rebuilt.
 
     Args:
         cls: the object's class.
-        arguments: the arguments of its constructor.
+        arguments: its constructor's arguments.
     """
     instance = cls.__new__(cls)
     instance._home, instance._own_parts, instance._carried, instance._arguments = None, {}, {}, arguments

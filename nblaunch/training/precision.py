@@ -36,8 +36,8 @@ class Precision:
 
     Args:
         backend: the device family.
-        handlers: the Accelerator's handlers, by type, with settings of autocast, the gradient scaler and fp8. Users may
-            replace them at any time.
+        handlers: the Accelerator's handlers, by type, with settings for autocast, the gradient scaler and fp8. Users
+            may replace them at any time.
     """
 
     name = "no"
@@ -94,8 +94,8 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | torch.Tensor:
         """Step ``optimizer``. Return whether the step was skipped because gradients overflowed.
 
-        If the device decides this, the answer is a tensor. The call then does not wait for the device; reading the
-        tensor does.
+        If the device decides this, the result is a tensor. The call then returns without waiting for the device, but
+        code that reads the tensor has to wait.
         """
         if closure is None:
             optimizer.step()
@@ -105,7 +105,7 @@ class Precision:
 
 
 class Bf16Precision(Precision):
-    """Autocast to bfloat16, which has the range of fp32, so gradients need no scaling."""
+    """Autocast to bfloat16, which has the same range as fp32, so gradients need no scaling."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -167,7 +167,7 @@ class Fp16Precision(Precision):
         )  # since the last backward pass
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copying a model copies this object with its ``forward``, but not the optimizers.
+        # When a model is copied, this object is copied with the model's ``forward``, but the optimizers are not.
         return {name: value for name, value in vars(self).items() if not isinstance(value, weakref.WeakSet)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Fp16Precision(Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """torch's scaler. After the end of a round, the scaler already has the scale of the next round."""
+        """torch's scaler. After the end of a round, the scaler already has the scale for the next round."""
         if not self._waiting():
             self._end_round()
         return self._scaler
@@ -188,7 +188,7 @@ class Fp16Precision(Precision):
         """Compute scaled gradients.
 
         Raises:
-            RuntimeError: unscaled gradients of an optimizer would be mixed with scaled ones.
+            RuntimeError: an optimizer's unscaled gradients would be mixed with scaled ones.
         """
         for optimizer in list(self._unscaled):
             if not _has_gradients(optimizer):
@@ -253,11 +253,11 @@ class Fp16Precision(Precision):
     def _watching_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Record in ``_was_skipped`` whether the scaler skips ``optimizer.step`` in the block.
 
-        The scaler waits for the device, and calls an optimizer only if all gradients are finite. It always
-        calls a fused optimizer, which skips the step on the device if the tensor ``found_inf`` is nonzero.
+        The scaler normally waits for the device, and calls ``step`` only if all gradients are finite. It always calls
+        ``step`` on a fused optimizer, which skips the update on the device if the tensor ``found_inf`` is nonzero.
 
-        A step hook would not work: it needs ``Optimizer.__init__``, which an optimizer that wraps another one may not
-        have called.
+        A step hook would not work: it needs ``Optimizer.__init__`` to have run, but an optimizer that wraps another one
+        may not call it.
         """
         attributes, step = vars(optimizer), optimizer.step
         replaced = attributes.get("step")  # a scheduler may have set it
@@ -295,7 +295,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return numbers that change whenever a gradient changes."""
-    with torch.no_grad():  # otherwise each access to a shard creates a new tensor
+    with torch.no_grad():  # otherwise, each access to a shard would create a new tensor
         held = [dtensor.local(gradient) for gradient in _gradients(optimizer)]
     return [(id(gradient), gradient._version) for gradient in held]
 
@@ -376,17 +376,17 @@ _MULTIPLE = 16
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """Settings of ``Accelerator(mixed_precision="fp8")``, which trains with torchao.
+    """Settings for ``Accelerator(mixed_precision="fp8")``, which trains with torchao.
 
     Args:
-        config: torchao's ``Float8LinearConfig``; None: built from the last two fields. With ``emulate=True``, any
+        config: torchao's ``Float8LinearConfig``; None: build it from the last two fields. With ``emulate=True``, any
             device computes the same numbers, but slowly; use it for tests.
         module_filter_func: ``function(module, name)`` that returns whether to convert a linear layer. None: convert all
-            except the first, the last, and layers whose sizes are not multiples of 16.
+            linear layers except the first, the last, and layers whose sizes are not multiples of 16.
         pad_inner_dim: pad matrices whose sizes are not multiples of 16. None: the launch's ``--fp8_pad_inner_dim``, or
-            the variable ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
+            the variable ``ACCELERATE_FP8_PAD_INNER_DIM``; True if neither is set.
         enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: the launch's setting, or the variable
-            ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. It has no effect without FSDP2.
+            ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``; True if neither is set. It has no effect without FSDP2.
 
     Raises:
         ImportError: torchao is not installed.

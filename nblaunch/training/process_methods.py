@@ -56,17 +56,17 @@ class ProcessMethods(ABC):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the job."""
+        """Whether this is rank 0 in the job."""
         return self._process.topology.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its machine."""
+        """Whether this is rank 0 on its machine."""
         return self._process.topology.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank of the job."""
+        """Whether this is the highest rank in the job."""
         return self._process.topology.rank == self._process.topology.world_size - 1
 
     @property
@@ -199,7 +199,8 @@ class ProcessMethods(ABC):
         Args:
             inputs: a list, a tuple, a tensor (split along dim 0), a dict of these with equal lengths, or an
                 object with ``len`` and ``select(indices)``, such as ``datasets.Dataset``.
-            apply_padding: repeat the last element until all shares have the same length, to gather them later.
+            apply_padding: repeat the last element until all shares have the same length, so that they can be gathered
+                later.
 
         Raises:
             ValueError: the values of a dict differ in length.
@@ -260,8 +261,8 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
     if isinstance(inputs, (list, tuple)):
         return type(inputs)([inputs[index] for index in indices])
     raise TypeError(
-        f"split_between_processes can't split {formatting.kind(inputs)}; valid values are list, tuple, tensor, a dict "
-        "of these, and objects with `select` such as datasets.Dataset"
+        f"split_between_processes can't split {formatting.kind(inputs)}; pass a list, tuple or tensor, a dict "
+        "of these, or an object with `select` such as datasets.Dataset"
     )
 
 

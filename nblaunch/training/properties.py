@@ -1,7 +1,7 @@
 """Properties of the ``Accelerator`` that scripts read or assign: settings, states and parallelism labels.
 
-An assigned setting applies to objects that are prepared later. Trainers of other libraries read the labels before they
-branch, even for forms of parallelism that the job does not use.
+An assigned setting applies to objects that are prepared later. Trainers from other libraries read the labels before
+they branch, even for forms of parallelism that the job does not use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute: the Accelerator's handler of one type. The strategy and the precision look it up each time."""
+    """An attribute for the handler of one type. The strategy and the precision look it up each time."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind
@@ -141,7 +141,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None otherwise."""
+        """The gradient scaler for fp16; None in other precisions."""
         return self._preparer.precision.scaler
 
     @property
@@ -209,7 +209,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether random orders depend only on seed and epoch."""
+        """Whether random orders depend only on the seed and the epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -274,7 +274,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def project_dir(self) -> str | None:
-        """The folder of this training run; None if none was set."""
+        """The folder for this training run; None if none was set."""
         return self._checkpoints.project.project_dir
 
     @property
@@ -289,7 +289,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run in this process, after :meth:`init_trackers`."""
+        """The trackers that are running in this process, after :meth:`init_trackers`."""
         return self._trackers.trackers
 
     @property
@@ -389,21 +389,21 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
         return "AO" if self.fp8_enabled else None
 
     fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    """Recipes of other libraries: always None, as in Accelerate without such a recipe."""
+    """Recipes for other libraries: always None, as in Accelerate without such a recipe."""
 
     delayed_fp8_autocast = False
     """Always False, because the setting belongs to another library."""
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer steps in backward; see ``lomo_backward``."""
+        """Whether a prepared optimizer steps during backward; see ``lomo_backward``."""
         return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both in one call.
+        """Compute gradients and step with prepared optimizers from ``lomo_optim``, which do both in one call.
 
         Args:
-            loss: a tensor of one element.
+            loss: a tensor with one element.
             learning_rate: the learning rate of this step.
 
         Raises:

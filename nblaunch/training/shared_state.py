@@ -34,12 +34,12 @@ class SharedState:
     """The state that all Accelerators, loaders and optimizers of one process share.
 
     Args:
-        process: ranks, device and board slot of the process, after it has joined its job.
+        process: the process's ranks, device and board slot, after it has joined its job.
         loaders: the prepared loaders being read.
         accumulation: the accumulation window that was entered last, or else the latest Accelerator's.
         loops: the running loops over loaders and iterables, shown on the board.
         losses: reports losses and the device's memory on the board.
-        busy_time: reports the time per step without waiting for other ranks.
+        busy_time: reports the time per step, excluding time spent waiting for other ranks.
         watch: runs the checks for errors that raise no exception.
         is_shown: whether another process reads what this one reports on the board.
         models: prepared models; their mode distinguishes training from evaluation.
@@ -47,7 +47,7 @@ class SharedState:
         plugin: the latest Accelerator's strategy plugin; None before there is one.
         parallelism: how the latest Accelerator divided the ranks; None: all are replicas.
         label: member of ``DistributedType`` for the strategy, such as ``"FSDP"``; empty if ranks hold whole models.
-        strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
+        strategies: all Accelerators' strategies, by ``id``, because a user's strategy may not be hashable.
         attributes: attributes that users set on ``PartialState()`` and the other views, by class.
         has_checked_models: whether a backward pass has called :meth:`check_models`.
         init: the arguments that the process joined its group with.
@@ -128,7 +128,7 @@ class SharedState:
     def adopt(
         self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup, precision: Precision
     ) -> None:
-        """Apply the choices of a new Accelerator to the process."""
+        """Apply a new Accelerator's choices to the process."""
         self.plugin, self.parallelism = plugin, setup.parallelism
         self.accumulation = setup.accumulation
         self.precision = precision
@@ -137,7 +137,7 @@ class SharedState:
 
     @property
     def is_training(self) -> bool:
-        """Whether gradients are recorded, and any prepared model is in training mode (or none is prepared).
+        """Whether gradients are recorded and any prepared model is in training mode (or no model is prepared).
 
         Only the mode of the user's module counts: ``eval()`` on DeepSpeed's engine, or on the result of
         ``unwrap_model``, does not change the mode of the wrapper.
@@ -147,7 +147,7 @@ class SharedState:
 
 
 def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:
-    """Return the shared state of this process; the first call joins the process group.
+    """Return this process's shared state; the first call joins the process group.
 
     Raises:
         ValueError: ``cpu`` is set, but the process already computes on another device.
@@ -185,7 +185,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls ``method`` while its object exists: reports may outlive an inline launch."""
+    """Return a function that calls ``method`` as long as its object exists: reports may outlive an inline launch."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -1,7 +1,7 @@
 """Experiment trackers: the base class, JSON lines, MLflow, TensorBoard, Weights & Biases, Comet, SwanLab and trackio.
 
-The interface follows Hugging Face Accelerate, so trackers written for it work here. A tracker imports its library only
-when it starts.
+The interface follows Hugging Face Accelerate's, so trackers written for Accelerate work here. A tracker imports its
+library only when it starts.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GeneralTracker:
-    """Base class of trackers.
+    """Base class for trackers.
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
     returns the library's run object. A tracker that you pass to ``log_with`` as an object can instead set these
-    attributes in its own constructor, before it calls this one. The constructor may run before the process joins its
-    job, so put code that needs the job, for example its rank, into :meth:`start`.
+    attributes in its own constructor before it calls the base class's. The constructor may run before the process joins
+    its job, so put code that needs the job (for example, its rank) into :meth:`start`.
 
     Args:
-        _blank: create a tracker that does nothing, for ``get_tracker`` on other ranks.
+        _blank: whether to create a tracker that does nothing, for ``get_tracker`` on other ranks.
 
     Raises:
-        NotImplementedError: neither the class nor the object has one of these attributes; the message names them.
+        NotImplementedError: an attribute is missing from both the class and the object; the message names the missing
+            ones.
     """
 
     main_process_only = True
     """Whether the tracker runs only on the main process."""
 
     library: str | None = None
-    """The module that the tracker needs; None: only Python's standard library."""
+    """The module that the tracker needs; None if it needs only Python's standard library."""
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
@@ -61,7 +62,7 @@ class GeneralTracker:
         """Start a run. Called by ``init_trackers``, once in each process that uses the tracker."""
 
     def location(self) -> str:
-        """Return where to see the run, as an address or a command; empty if there is nothing to see."""
+        """Return an address or a command for viewing the run; an empty string if there is nothing to see."""
         return ""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ class GeneralTracker:
 
 
 def on_main_process(function: F) -> F:
-    """Decorate a tracker's method to do nothing on other ranks, unless its ``main_process_only`` is False."""
+    """Decorate a tracker's method to do nothing on ranks other than 0, unless ``main_process_only`` is False."""
 
     @functools.wraps(function)
     def call(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +162,7 @@ class JsonlTracker(GeneralTracker):
 
     @property
     def path(self) -> Path:
-        """The file of metrics."""
+        """The metrics file."""
         return self.folder / "metrics.jsonl"
 
     @property
@@ -203,7 +204,7 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# https://mlflow.org/docs/latest/rest-api.html#request-limits: limits of one request.
+# https://mlflow.org/docs/latest/rest-api.html#request-limits: limits for one request.
 _MAX_PARAMS = 100
 _MAX_PARAM_LENGTH = 6000
 
@@ -218,13 +219,13 @@ class MLflowTracker(GeneralTracker):
         logging_dir: folder or address of the tracking store; None: MLflow's own setting, for example
             MLFLOW_TRACKING_URI.
         run_id: an existing run to continue, in its own experiment; None: a new one.
-        tags: tags of the run; a dict, or a dict as JSON.
+        tags: tags for the run; a dict, or a JSON object as a string.
         nested_run: whether to nest the run in the active run.
         run_name: name of the run; None: MLflow creates one.
         description: description of the run.
 
     Raises:
-        ValueError: tags are not JSON, or MLFLOW_NESTED_RUN is not a boolean.
+        ValueError: the tags are not valid JSON, or MLFLOW_NESTED_RUN is not a boolean.
     """
 
     name = "mlflow"
@@ -320,7 +321,7 @@ class MLflowTracker(GeneralTracker):
 
 
 _HPARAM_TYPES = (bool, int, float, str)
-_FLUSH_S = 10  # a killed process loses at most this many seconds
+_FLUSH_S = 10  # a killed process loses at most the values from this many seconds
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -356,7 +357,7 @@ class TensorBoardTracker(GeneralTracker):
         return f"tensorboard --logdir {shlex.quote(str(self.folder.absolute()))}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log settings as hyperparameters of the run, and in ``hparams.yml``; convert objects to text."""
+        """Log settings as hyperparameters of the run, and write them to ``hparams.yml``; convert objects to text."""
         values = settings_of(values)
         shown = {
             name: value if isinstance(value, _HPARAM_TYPES) else str(value)
@@ -364,7 +365,7 @@ class TensorBoardTracker(GeneralTracker):
         }
         self.writer.add_hparams(shown, metric_dict={}, run_name="hparams")
         self.writer.flush()
-        # JSON is YAML, so this needs no library.
+        # JSON is valid YAML, so this needs no library.
         (self.folder / "hparams.yml").write_text(
             json.dumps(json_settings(values), indent=2) + "\n", encoding="utf-8"
         )
@@ -392,11 +393,11 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class _RunTracker(GeneralTracker):
-    """Base class of trackers for services, whose runs log values and are finished at the end.
+    """Base class for service trackers, whose run objects log values and are finished at the end.
 
     Args:
         run_name: the project's name.
-        **options: options for the library's function that starts a run.
+        **options: options for the library function that starts a run.
     """
 
     name = ""
@@ -435,7 +436,7 @@ class WandBTracker(_RunTracker):
     def location(self) -> str:
         if self.run.url:
             return str(self.run.url)
-        folder = Path(self.run.dir)  # the files of the run, in its folder
+        folder = Path(self.run.dir)  # the folder with the run's files, inside the run's own folder
         is_offline = folder.parent.name.startswith("offline-run-")
         return f"wandb sync {shlex.quote(str(folder.parent))}" if is_offline else str(folder)
 
@@ -443,7 +444,7 @@ class WandBTracker(_RunTracker):
         self.run.config.update(settings_of(values), allow_val_change=True)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images, each of which ``wandb.Image`` accepts."""
+        """Log lists of images, in any form that ``wandb.Image`` accepts."""
         import wandb
 
         pictures = {
@@ -460,7 +461,7 @@ class WandBTracker(_RunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table of ``columns`` and ``data``, or a DataFrame."""
+        """Log a table, given as ``columns`` and ``data`` or as a DataFrame."""
         import wandb
 
         self.run.log(
@@ -514,7 +515,7 @@ class SwanLabTracker(_RunTracker):
         super().log(shown, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images, each of which ``swanlab.Image`` accepts."""
+        """Log lists of images, in any form that ``swanlab.Image`` accepts."""
         import swanlab
 
         pictures = {name: [swanlab.Image(image) for image in images] for name, images in values.items()}

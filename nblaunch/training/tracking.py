@@ -3,8 +3,8 @@
     accelerator.log ──> every tracker (main process)
                     └─> events.Metric ──> dashboards, job.metrics
 
-:class:`TrackerHub` is the part of the ``Accelerator`` that does this. ``trackers.py`` has the interface of trackers,
-and the built-in trackers.
+:class:`TrackerHub` is the part of the ``Accelerator`` that sends them. ``trackers.py`` has the tracker interface and
+the built-in trackers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nblaunch.wire.channel import plain
 Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 """Name of the project, settings, and further arguments by tracker name."""
 
-_MAX_TEXT = 200  # characters of a string that is sent to the launcher
+_MAX_TEXT = 200  # maximum characters in a string that is sent to the launcher
 
 _LOGGED = (int, float, str, enum.Enum)
 """The types of logged values that are sent to the launcher. Tensors with one element are converted to numbers first."""
@@ -41,7 +41,7 @@ _ONLY_IN_ACCELERATE = {
     "clearml": "clearml.Task.init(project_name=...)",
     "dvclive": "dvclive.Live()",
 }
-"""Name of a tracker that only Accelerate has -> the function of its library that starts a run."""
+"""Name of a tracker that only Accelerate has -> the function in its library that starts a run."""
 
 
 class LoggerType(Word):
@@ -61,7 +61,7 @@ class LoggerType(Word):
 
 
 def register_tracker_class(kind: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a tracker class by its ``name``. Replacing a class emits a warning.
+    """Let ``log_with`` find a tracker class by its ``name``. This warns if it replaces another class.
 
     Raises:
         ValueError: ``kind`` is not a subclass of ``GeneralTracker``, or has no ``name``.
@@ -79,10 +79,10 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
 
 
 class TrackerHub:
-    """The trackers of one Accelerator, chosen by ``log_with``; ``"all"`` chooses all whose requirements are met.
+    """One Accelerator's trackers, chosen by ``log_with``; ``"all"`` chooses every tracker whose requirements are met.
 
     Attributes:
-        starts: the arguments of :meth:`start` for all runs that have not ended.
+        starts: the arguments passed to :meth:`start` for all runs that have not ended.
 
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
@@ -107,7 +107,7 @@ class TrackerHub:
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run in this process."""
+        """The trackers that are running in this process."""
         carried, self._carried = self._carried, []
         for start in carried:
             self.start(*start)

@@ -1,4 +1,4 @@
-"""The classes that a checkpoint file may name when it is read. They hold only data, so reading it can't run code."""
+"""The classes that a checkpoint file may name when it is read. They hold only data, so the file can't run code."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def _numpy_types() -> list[Any]:
     """Return the types in a pickled NumPy number or array. They are plain data, but torch rejects them by default."""
     import numpy
 
-    # NumPy 1.26 has this module to read pickles of newer versions, and imports it only on request.
+    # NumPy 1.26 has this module to read pickles from newer versions, and imports it only on request.
     multiarray: Any = importlib.import_module("numpy._core.multiarray")
     dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
     made_by = [multiarray._reconstruct, multiarray.scalar]
-    # A file has the module names of the NumPy version that wrote it: 1 or 2.
+    # A file contains the module names of the NumPy version that wrote it: 1 or 2.
     others = [_renamed(maker, name) for maker in made_by for name in _MULTIARRAY if name != maker.__module__]
     return [*made_by, *others, numpy.ndarray, numpy.dtype, *dtypes]
 
@@ -85,7 +85,7 @@ _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 @cache  # torch stores these functions by name, but removes them by identity
 def _renamed(function: Any, module_name: str) -> Any:
-    """Return a copy of ``function`` with the module name that files of another NumPy version contain."""
+    """Return a copy of ``function`` with the module name that files from another NumPy version contain."""
 
     def call(*args: Any) -> Any:
         return function(*args)

@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches: ranks that run out of data join the steps of other ranks, then catch up.
+"""Ranks with unequal numbers of batches: ranks that run out of data join the other ranks' steps, then catch up.
 
     rank 0   step  step  step  step      ──> state of optimizers, schedules and windows
     rank 1   step  step  (zeros)(zeros)  <── gets the same state
@@ -61,11 +61,11 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
 
 
 def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
-    """Copy the state of a rank that took all steps to ranks that ran out of data. This is a collective.
+    """Copy the state from a rank that took all steps to the ranks that ran out of data. This is a collective.
 
     Args:
         preparer: the Accelerator's preparer.
-        joined: the models and optimizers of the block.
+        joined: the models and optimizers joined in the block.
         is_last: whether this rank took all steps.
     """
     are_last = operations.gather_object([is_last])
@@ -75,7 +75,7 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
     modules = [bare_module(each) for each in joined if isinstance(each, torch.nn.Module)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     optimizers = [each for each in preparer.optimizers if each.has_any(parameters)]
-    # A Joinable optimizer shards its state over ranks, and joins them itself.
+    # A Joinable optimizer shards its state across ranks, and joins the ranks itself.
     whole = [each for each in optimizers if not isinstance(each.optimizer, Joinable)]
     schedulers = [
         scheduler

@@ -1,9 +1,9 @@
-"""State objects of Hugging Face Accelerate from a notebook cell: how they are sent, and how a worker builds them again.
+"""Hugging Face Accelerate's state objects from a notebook cell: how they are sent, and how a worker rebuilds them.
 
 ``PartialState``, ``AcceleratorState`` and ``GradientState`` describe the process that created them; all instances of a
 class share one dict. A worker empties these dicts. If the function uses an instance from the notebook, directly or
-through an ``Accelerator`` or ``TrainingArguments``, the state is built again for the worker, from the settings that it
-had in the notebook.
+through an ``Accelerator`` or ``TrainingArguments``, the state is rebuilt for the worker from the settings that it had
+in the notebook.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Torch modules, optimizers and learning rate schedulers in the arguments of a call, under paths that are the same
-in the kernel and in workers.
+"""Torch modules, optimizers and schedulers in a call's arguments, with paths that are the same in kernel and workers.
 
 The search covers the arguments, and the contents of any lists, tuples, dicts and objects of user classes among them. It
 lists each module once, under the first path that leads to it. It omits a module inside another listed module, because
@@ -23,7 +22,7 @@ _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 """A container with more items counts as data and is not searched."""
 _MAX_OBJECTS = 20_000
-"""Maximum number of objects to visit in one call."""
+"""Maximum number of objects to visit in one search."""
 _WITHOUT_MODULES = frozenset(
     {"builtins", "functools", "logging", "nblaunch", "numpy", "pandas", "threading", "torch", "types"}
 )
@@ -78,12 +77,12 @@ def _objects_in(args: Sequence[Any], kind: type | tuple[type, ...]) -> dict[ArgP
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
     try:
         return isinstance(value, kind)
-    except Exception:  # raised by the __class__ of a proxy, for example, if its object no longer exists
+    except Exception:  # raised by a proxy's __class__, for example if its object no longer exists
         return False
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
-    """Return the modules that :func:`modules_in` found at ``paths``, in any process, if they are in ``args``.
+    """Return the modules in ``args`` that :func:`modules_in` found at ``paths``, in this or another process.
 
     Modules may be missing: the pickle of an object can omit them.
     """
@@ -117,7 +116,7 @@ def _inside(
         return
     seen.add(id(value))
     for step, part in _parts(value):
-        # A proxy's __class__ may raise.
+        # A proxy's __class__ may raise an error.
         if issubclass(type(part), kind):
             yield name + step, part
         elif depth > 1 and id(part) not in seen:
@@ -125,7 +124,7 @@ def _inside(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the contents of a container, each with the part of the path that leads to it."""
+    """Yield each object in a container, with the part of the path that leads to it."""
     cls = type(value)
     if issubclass(cls, (list, tuple)):
         if len(value) <= _MAX_ITEMS:
@@ -144,7 +143,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the instance attributes of an object of a user's or a library's class, without calling a proxy's code."""
+    """Return the attributes of an instance of a user's or a library's class, without calling a proxy's code."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except Exception:  # no attributes, or a property that raises an error

@@ -1,6 +1,6 @@
-"""The input of a worker, under every start method: a call, and the worker's assignment as one plain value.
+"""A worker's input, under every start method: a call, and the worker's assignment as one plain value.
 
-The launcher also sends the sources of cells to a fresh interpreter; a forked worker already has them.
+The launcher also sends the source code of cells to a fresh interpreter; a forked worker already has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR
 """Asks a worker for its Python stack. It is a real-time signal, because frameworks use SIGUSR1 and SIGUSR2."""
 
 NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR1
-"""Asks again if a worker that is blocked in native code has not answered. Its frames may then be read at any moment."""
+"""Asks again if a worker that is blocked in native code has not answered. The frames may then be read at any moment."""
 
 NUM_THREADS = "threads of Python: "
 """Prefix of the line that follows a stack written by the worker itself."""
@@ -40,26 +40,26 @@ class Assignment:
         environment: all variables to set (None removes one).
         accelerator_defaults: settings for an ``Accelerator`` in the function.
         attempt: number of the attempt in this launcher, from 0; restarts of nodes are in ``environment``.
-        board_fd: memory file of the progress board.
+        board_fd: memory file with the progress board.
         event_fd: write end of its event pipe.
         outbox_fd: empty memory file for its return value and trained states; -1 if none are wanted.
         command_fd: socket for commands from the kernel, for a session or the debugger; -1 if the kernel sends none.
         log_path: file for its output.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
-        post_mortem: whether to keep the worker after its function has failed, for a debugger.
+        post_mortem: whether to keep the worker for a debugger after its function has failed.
         has_breakpoints: whether ``breakpoint()`` opens pdb in this worker; the user types into the kernel.
-        is_script: whether the function is a script, whose rank 0 reads the launcher's standard input.
-        is_spmd: whether this worker drives all devices of its machine, rather than one.
+        is_script: whether the function is a script; rank 0 then reads the launcher's standard input.
+        is_spmd: whether this worker drives all devices on its machine, rather than one.
         returns_value: whether the kernel wants this worker's return value.
         is_main: whether it sends data that all ranks share, such as the weights of a model that each rank holds.
-        wanted_modules: argument paths of the modules whose weights the kernel wants, the same on every rank;
-            ``worker/delivery.py`` decides which ranks send them when the function has returned.
-        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, the same on
-            every rank.
+        wanted_modules: argument paths (the same on every rank) of the modules whose weights the kernel wants. Once the
+            function has returned, ``worker/delivery.py`` decides which ranks send them.
+        wanted_optimizers: argument paths (the same on every rank) of the optimizers and schedulers whose states the
+            kernel wants.
         restricts_threads: whether to run CPU operations on one thread, because the OpenMP pools could not be paused
             before the fork.
-        key: key of the job, for objects between its ranks (``wire/signing.py``); b"" if the machines do not share
+        key: the job's key, for objects that its ranks exchange (``wire/signing.py``); b"" if the machines do not share
             one.
         parent_pid: the process that starts it; the worker ends if that process is gone.
         registered_backend: the pickled backend, for a fresh interpreter that can't find it by name.
@@ -109,7 +109,7 @@ class Assignment:
         return tuple(fd for fd in fds if fd >= 0)
 
     def with_high_descriptors(self) -> Assignment:
-        """Copy the worker's descriptors to high numbers, because a function may close all low ones."""
+        """Copy the worker's descriptors to high numbers, because the function may close all low ones."""
         fds = (self.board_fd, self.event_fd, self.outbox_fd, self.command_fd)
         if descriptors.is_high(min([fd for fd in fds if fd >= 0], default=0)):
             return self
@@ -132,6 +132,6 @@ def capture_sources() -> dict[str, str]:
 
 
 def restore_sources(sources: Mapping[str, str]) -> None:
-    """Let tracebacks show lines of files that do not exist: file name -> text."""
+    """Let tracebacks show lines of files that do not exist; ``sources`` maps their names to their text."""
     for name, text in sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

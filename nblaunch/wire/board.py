@@ -8,11 +8,11 @@ After the slots, the same file holds the last collectives of each rank (``collec
 spans (``spans.py``).
 
 Each field has a single writer (the worker or, for some fields, the launcher) and is one aligned 8-byte word. Therefore,
-no locks are needed: a reading may combine fields of two neighbouring steps, but each number in it is intact. The loss
-curve spans many words, so it has a version number that is odd while the worker writes the curve. Writing a step takes
-well under a microsecond and needs no system call.
+no locks are needed: a reading may combine fields from two consecutive steps, but each number in it is intact. The loss
+curve spans many words, so it has a version number that is odd while the worker is writing the curve. Writing a step
+takes well under a microsecond and needs no system call.
 
-A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
+A :class:`LossCurve` holds a rank's losses over the whole job, as at most :data:`MAX_BINS` means:
 
     steps 1 2 3 4 5 6 7 8 | 9 ...            a bin first holds the mean loss of 1 optimizer step; when all are full,
     bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds the mean of 2 steps, then 4, 8 ...
@@ -51,9 +51,9 @@ class LossCurve:
     """Means of the losses in bins with the same number of optimizer steps.
 
     Args:
-        num_steps: optimizer steps so far, the end of the last bin.
+        num_steps: number of optimizer steps so far, where the last bin ends.
         steps_per_bin: steps in every bin but the last, which may have fewer.
-        means: one per bin; may be infinite or nan.
+        means: one mean per bin; may be infinite or nan.
     """
 
     num_steps: int = 0
@@ -90,11 +90,11 @@ _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
 PROGRESS = 8 * _STEP_TIME
-"""Offset at which :attr:`Slot.pack` writes, in bytes."""
+"""Offset in bytes at which :attr:`Slot.pack` writes."""
 _PROGRESS = struct.Struct("@d3q")  # native, so that each number is written as a whole
 
-# Number of attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd
-# forever.
+# Number of attempts to read a curve that changes during the read; a rank that dies while writing leaves the curve's
+# version odd forever.
 _MAX_READS = 5
 
 
@@ -104,20 +104,21 @@ class SlotReading:
 
     Args:
         rank: rank of the slot.
-        state: the worker's own report of its state.
+        state: the state that the worker itself has reported.
         step: batches taken from prepared loaders (or steps of ``progress``) in the current loop, from 0.
-        total: batches of the current loop; -1 if unknown.
+        total: batches in the current loop; -1 if unknown.
         epoch: number of the current or last loop over a training loader, from 1; 0 before the first.
         samples: samples seen by this rank since the start.
         loss: last loss; None before the first.
-        losses: all losses, in means.
-        step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
+        losses: all losses, as means.
+        step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across the processes on a host.
         interrupts: number of SIGINTs that the worker's Python code has received.
         built_bytes: bytes of parameters that the worker has built instead of receiving them.
         device_bytes: device memory that the rank uses; 0 if unknown.
         device_peak_bytes: peak of ``device_bytes``.
         device_limit_bytes: total memory of the device; 0 if unknown.
-        busy_time_s: seconds in which the rank did not wait for others, from the end of one backward pass to the next.
+        busy_time_s: seconds in which the rank was not waiting for others, from the end of each backward pass to the end
+            of the next.
         busy_steps: number of steps that ``busy_time_s`` covers.
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
@@ -125,7 +126,7 @@ class SlotReading:
         num_epochs: total number of epochs; 0 if unknown.
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last training loop; zeros before the first ends.
-        steps_done: steps of all loops since the start.
+        steps_done: steps in all loops since the start.
         job_steps: completed and total optimizer steps of the whole training run, if a framework counts them; otherwise
             zeros.
     """
@@ -185,13 +186,13 @@ class StepBoundaries:
         self._ints = ints
 
     def begin_check(self) -> tuple[int, int]:
-        """Count a check; return its number, and the check at which the launcher proposes to stop, or 0."""
+        """Count a check; return its number, and the check at which the launcher proposes to stop (0 if none)."""
         ints = self._ints
         ints[BOUNDARY_CHECKS] = number = ints[BOUNDARY_CHECKS] + 1
         return number, ints[BOUNDARY_PROPOSAL]
 
     def begin_anew(self) -> None:
-        """Restart the worker's count at 0, because ranks of a session need not have run the same code before."""
+        """Restart the worker's count at 0, because ranks in a session need not have run the same code before."""
         self.num_checks = self.stop_reply = 0
 
     def clear_proposal(self) -> None:
@@ -215,11 +216,11 @@ class Slot:
     stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a proposal. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)
-    """1 if the user interrupts the rank, which then sends its trained states. Written by the launcher."""
+    """1 if the user is interrupting the rank, which then sends its trained states. Written by the launcher."""
     handing_over = _Word(_HANDING_OVER)
-    """1 while the rank waits until others have read its tensors from queues. The launcher writes 0."""
+    """1 while the rank is waiting for others to read its tensors from queues. The launcher writes 0."""
     stop_decision = _Word(_STOP_DECISION)
-    """The proposal once it is agreed, negated once it is withdrawn. Written by the launcher."""
+    """The proposal once it is agreed on; its negation once it is withdrawn. Written by the launcher."""
 
     def __init__(
         self,
@@ -305,7 +306,7 @@ class Slot:
         )
 
     def clear_progress(self) -> None:
-        """Forget loops and losses for the next command of a session. Counters that are compared over time are kept."""
+        """Forget loops and losses before a session's next command; keep counters that are compared over time."""
         self.start_loop(-1, 0, self.state)
         self.end_training(0, 0, 0)
         self.set_job_steps(0, 0)
@@ -441,7 +442,7 @@ class Slot:
         )
 
     def _losses(self) -> LossCurve:
-        """Read the curve; return the previous object if the curve has not changed since."""
+        """Read the curve; return the previous object if the curve has not changed."""
         ints = self._ints
         for _ in range(_MAX_READS):
             version = ints[_CURVE_VERSION]
@@ -505,7 +506,7 @@ class Board:
         return self._slots[rank]
 
     def read(self) -> list[SlotReading]:
-        """Read all slots, by rank."""
+        """Read all slots, in rank order."""
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 
     def calls(self, rank: int) -> CallReader:

@@ -3,21 +3,22 @@
     worker      ── EventSender ──┐
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
-This pipe only carries messages from workers. The launcher reaches workers through signals, through proposals on
-the board (``stop_agreement.py``), and, in sessions and for the debugger, through a socket (``worker_commands.py``). It
+This pipe carries only messages from workers. The launcher reaches workers through signals, through proposals on the
+board (``stop_agreement.py``), and, in sessions and for the debugger, through a socket (``worker_commands.py``). It
 exchanges messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end
 never blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
 
-A file keeps the events of a detached job in the same format, each signed (``detached/``).
+The events of a detached job are stored in a file in the same format, each with a signature (``detached/``).
 
 Threads, signal handlers and forked children of a worker share its pipe and send without a lock: each packet identifies
-its event by a random number, and is small enough for the system to write it in one piece, even if others write at the
-same time (source: pipe(7), PIPE_BUF). If a sender is killed or interrupted in the middle of an event, that event stays
-incomplete, but every other event arrives whole.
+its event by a random number, and is small enough for the system to write it in one piece, even if others are writing at
+the same time (source: pipe(7), PIPE_BUF). If a sender is killed or interrupted in the middle of an event, that event
+stays incomplete, but every other event arrives whole.
 
-A class from the user's script or notebook may not exist in the receiving process (a launcher that runs scripts, a fresh
-interpreter, a class inside a function). The pickle of an event therefore only names classes of nblaunch and of
-``builtins``; other values are converted to Python's own types (:func:`plain`), so that any process can read them.
+A class from the user's script or notebook may not exist in the receiving process, for example if this is a fresh
+interpreter or a launcher that runs scripts, or if the class is inside a function. The pickle of an event therefore
+names only classes of nblaunch and of ``builtins``; other values are converted to Python's own types (:func:`plain`), so
+that any process can read them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from nblaunch.events import Event, Note
 from nblaunch.wire import signing
 
 _HEADER = struct.Struct("<8sQ")
-"""Header of a packet: the id of its event, and the event's remaining bytes, including this packet."""
+"""Header of a packet: the id of its event, and the number of the event's remaining bytes, including this packet."""
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
@@ -106,7 +107,7 @@ class EventReceiver:
         os.set_blocking(fd, False)
 
     def receive(self, max_bytes: int = sys.maxsize) -> tuple[list[Event], bool]:
-        """Return all events that are complete, and whether all senders have closed their end.
+        """Return all events that are complete, and whether all senders have closed their ends.
 
         Args:
             max_bytes: maximum number of bytes to read.
@@ -130,7 +131,7 @@ class EventReceiver:
         while len(self._pending) - start >= _HEADER.size:
             name, missing = _HEADER.unpack_from(self._pending, start)
             body_at = start + _HEADER.size
-            if not missing:  # zeros, which may end a file after a power failure
+            if not missing:  # zeros, which may be at the end of a file after a power failure
                 start = body_at
                 continue
             end = body_at + min(missing, _BODY_BYTES)
@@ -164,9 +165,9 @@ _MAX_TEXT = 10_000
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in one of Python's own types, even if the code of its class raises an error.
+    """Return ``value`` as one of Python's own types, even if the code of its class raises an error.
 
-    Numbers and strings of derived classes become values of Python's own class; enum members become their values.
+    Numbers and strings of derived classes become values of Python's own classes; enum members become their values.
     Tensors and arrays without dimensions become numbers. Mappings become dicts; lists, tuples and sets become lists.
     All other objects are replaced by their ``repr``.
 

@@ -1,4 +1,4 @@
-"""The last collectives of each rank, in memory that survives the rank: the call, its line, and the order.
+"""The last collectives of each rank, in memory that survives the rank: the calls, their lines, and their order.
 
     worker  CallWriter ──> texts: lines of code and groups, each once │ ring: the last calls ──> CallReader  launcher
 
@@ -12,8 +12,8 @@ counts, because collectives that torch starts from C++ leave no other trace here
 agree on them, so they are not part of a chain. The same applies to ``send``, ``recv`` and new groups.
 
 All memory has a fixed size. When the text region is full, texts and calls are dropped, and recording starts over.
-Recording a call takes less than a microsecond and needs no system call. The launcher may read while a rank writes; it
-omits entries that were overwritten in the meantime.
+Recording a call takes less than a microsecond and needs no system call. The launcher may read while a rank is writing;
+it omits entries that were overwritten in the meantime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from time import monotonic
 from typing import Any
 
 NUM_CALLS = 256
-"""Number of recorded calls of a rank."""
+"""Number of calls that are recorded per rank."""
 
 _ENTRY = struct.Struct("@9q2d")
 _ENTRY_BYTES = _ENTRY.size
@@ -42,7 +42,7 @@ _HEADER_BYTES = 8 * (_SPLITS + 2 + 2 * _MAX_SPLITS)
 _TEXT_BYTES = 12 << 10
 _FIRST_ENTRY = _HEADER_BYTES + _TEXT_BYTES
 REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY_BYTES) // 4096) * 4096
-"""Memory of a rank; the system only provides pages that are written to."""
+"""Size of a rank's memory; the system provides only the pages that are written to."""
 
 _PLACES = tuple(_FIRST_ENTRY + index * _ENTRY_BYTES for index in range(NUM_CALLS))
 """Offsets of the entries."""
@@ -85,7 +85,7 @@ class Group:
 
     Args:
         ranks: ranks of the job, in the order of the group.
-        number: number of earlier groups of the process with the same ranks.
+        number: number of the process's earlier groups with the same ranks.
         is_default: whether it is the group of the whole job.
     """
 
@@ -104,15 +104,15 @@ class Site:
     """The kind and place of a call, which are the same in all iterations of a loop.
 
     Args:
-        kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`,
-            :data:`NEW_GROUP`.
+        kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, or :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`
+            or :data:`NEW_GROUP`.
         group: its process group; None if the call has none.
-        dtype: data type of the tensors; empty without tensors.
+        dtype: data type of the tensors; empty if there are none.
         num_tensors: number of the call's tensors with this shape.
         num_dimensions: number of dimensions of the shape.
-        reduction: such as ``SUM``; empty if the call has none.
-        root: rank of the job that sends, receives or is the peer; -1 if there is none.
-        name: name of the library's function that the user's code called.
+        reduction: name of the reduction, such as ``SUM``; empty if the call has none.
+        root: the sender's, receiver's or peer's rank in the job; -1 if there is none.
+        name: name of the library function that the user's code called.
         filename: file of the user's code; empty if unknown.
         line: line in that file.
         detail: any other property that distinguishes the call.
@@ -142,7 +142,7 @@ class Call:
         chain: digest of all collectives of the group up to this one.
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
-        time_s: ``monotonic()`` of the call. If the rank is on another machine, only its last call is sure to have the
+        time_s: ``monotonic()`` at the call. If the rank is on another machine, only its last call is sure to have the
             rank's own time.
         value: learning rate of a step; 1.0 for a forward pass after which gradients are exchanged.
     """
@@ -308,7 +308,7 @@ class CallWriter:
             _SERIAL.pack_into(self._memory, start, 0)
 
     def put_splits(self, number: int, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Record the parts of the next ``all_to_all``, in a group of moderate size.
+        """Record the parts of the next ``all_to_all``, unless its group is large.
 
         Args:
             number: number of the call in its group.
@@ -342,7 +342,7 @@ class CallWriter:
         added[fields] = json.dumps([fields[0], place, *fields[2:]])
         text = "".join(f"{line}\n" for line in added.values()).encode()
         if self._text_length + len(text) > _TEXT_BYTES:
-            if not self._positions:  # it is longer than the whole region
+            if not self._positions:  # the text is longer than the whole region
                 return -1
             self._begin_anew(serial)
             return self._add(fields, serial)
@@ -356,13 +356,13 @@ class CallWriter:
 
 
 def _group_line(group: Group) -> str:
-    """Return a group as text; for a very large group, only the number of its ranks."""
+    """Return a group as text; omit the ranks if they would make the text too long."""
     line = json.dumps([_spans(group.ranks), group.number, group.is_default])
     return line if len(line) <= _MAX_RANKS_TEXT else json.dumps([[], group.number, group.is_default])
 
 
 def _spans(numbers: tuple[int, ...]) -> list[list[int]]:
-    """Return numbers as ``[first, step, count]``, in order."""
+    """Return numbers as a list of ``[first, step, count]``, in order."""
     spans: list[list[int]] = []
     for number in numbers:
         last = spans[-1] if spans else None
@@ -377,7 +377,7 @@ def _spans(numbers: tuple[int, ...]) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def _group_of(line: str) -> Group:
-    """Return the group of a line; ranks with the same group get the same object."""
+    """Return the group that a line describes; ranks with the same group get the same object."""
     spans, number, is_default = json.loads(line)
     return Group(_from_spans(spans), number, is_default)
 
@@ -433,7 +433,7 @@ class CallReader:
             self._read_texts(version)
             head_after = words[_HEAD]
             if words[_VERSION] == version:
-                # The slot after the head may be half-written.
+                # The entry after the head may be half-written.
                 oldest = max(first, head_after - NUM_CALLS + 2, 1)
                 return RankCalls(self._calls(data, range(oldest, head + 1)), head, self._splits())
         return RankCalls(num_calls=words[_HEAD])

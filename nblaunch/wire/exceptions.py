@@ -1,6 +1,6 @@
 """Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
 
-Messages also use this module to shorten long strings in the middle.
+This module also shortens long strings in messages by cutting out the middle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from nblaunch.wire.pickling.payload import to_bytes
 
 MAX_CHARACTERS = 1 << 16
-"""Number of characters of an exception's text that are sent and shown. The exception keeps its whole text."""
+"""Maximum number of characters of an exception's text that are sent and shown. The exception keeps its whole text."""
 
 
 def shortened(text: str, max_characters: int) -> str:
@@ -44,7 +44,7 @@ _MAX_CHAIN = 8
 
 
 def dump(error: BaseException) -> bytes | None:
-    """Pickle the exception; None if it can't be pickled and rebuilt.
+    """Pickle the exception; return None if it can't be pickled and rebuilt.
 
     This function also tries to rebuild the exception: if a constructor's parameters differ from ``args``, the
     exception can be written but not read. Such an exception is sent in parts.

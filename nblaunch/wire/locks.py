@@ -1,8 +1,8 @@
 """Locks that the workers of a job on one machine share.
 
-They are record locks on the file of the progress board, which every worker has open, whatever its start method. This
-module neither reads nor writes the file. The system releases the locks of a process that ends, so a worker that is
-killed while it holds a lock does not block others.
+They are record locks on the progress board's file, which every worker has open, whatever its start method. This module
+neither reads nor writes the file. The system releases the locks of a process that ends, so a worker that is killed
+while it holds a lock does not block others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 MAX_HOLDERS = 2
 """Number of workers that may hold the semaphore at the same time. With a single holder, the other processors would be
-idle while the holder waits for memory."""
+idle while the holder waited for memory.
+"""
 
 
 class WorkerLocks:
@@ -29,11 +30,11 @@ class WorkerLocks:
         self._slot = rank % MAX_HOLDERS
 
     def lock(self) -> AbstractContextManager[None]:
-        """Return a context manager that only one worker enters at a time."""
+        """Return a context manager that only one worker can enter at a time."""
         return self._locked(MAX_HOLDERS)
 
     def semaphore(self) -> AbstractContextManager[None]:
-        """Return a context manager that at most ``MAX_HOLDERS`` workers enter at the same time.
+        """Return a context manager that at most ``MAX_HOLDERS`` workers can enter at the same time.
 
         Workers whose ranks differ by a multiple of ``MAX_HOLDERS`` wait for each other, even while a place is free.
         """
@@ -44,7 +45,7 @@ class WorkerLocks:
         return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:
-        """Stop waiting for locks in a worker's child, because the worker may hold a lock and wait for the child."""
+        """Stop waiting for locks in a worker's child: the worker may hold a lock while waiting for the child."""
         self._fd = -1
 
     @contextmanager

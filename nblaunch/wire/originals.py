@@ -3,7 +3,7 @@
 Workers do not send unchanged tensors back.
 
     forked worker  ── the memory of the process that forked it, at the same addresses
-    fresh worker   ── the memory file of its call, on which its tensors are mapped (copied on write)
+    fresh worker   ── the memory file of its call, from which its tensors are mapped (copied on write)
 
 Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
 detects every change, including changes made by an optimizer, by NumPy or through ``.data``, and replaced tensors.
@@ -30,7 +30,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Stands in a state dict for a tensor of this shape that was not sent because it is unchanged."""
+    """Replaces, in a state dict, a tensor of this shape that was not sent because it is unchanged."""
 
     shape: tuple[int, ...]
 
@@ -83,7 +83,7 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return, by ``id`` of each tensor in ``state``, a function that compares its CPU copy with the original.
+        """Return a dict: ``id`` of a tensor in ``state`` -> a function that compares its CPU copy with the original.
 
         A tensor whose original can't be read has no function.
         """
@@ -112,7 +112,7 @@ class Originals:
                 count = os.preadv(
                     self.fd, [memoryview(buffer)[:size]], original.address - self.address + done
                 )
-            except OSError:  # no longer there, unreadable, or the function has closed the descriptor
+            except OSError:  # the original is gone or unreadable, or the function has closed the descriptor
                 return False
             if count != size or _memcmp(copy, address + done, size) != 0:
                 return False
@@ -124,7 +124,7 @@ def _never(tensor: Any) -> bool:
 
 
 def _original(tensor: Any) -> _Original | None:
-    """Return where a tensor is; None (it counts as changed) if it is not in ordinary memory of this process."""
+    """Return the location of a tensor; None (it counts as changed) if it is not in this process's ordinary memory."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

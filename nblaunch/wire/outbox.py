@@ -28,9 +28,9 @@ class RankResult:
     """The results of a worker, as far as they could be read.
 
     Args:
-        value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces each part that
+        value: the return value; an :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces each part that
             can't be sent.
-        states: argument path -> state dict of that module or optimizer, on the CPU; a
+        states: argument path -> state dict of that module or optimizer, on the CPU; an
             :class:`nblaunch.wire.originals.Unchanged` replaces each unchanged tensor.
         value_error: why the value can't be rebuilt in this process.
         state_errors: argument path -> why this state can't be rebuilt, or which parts of it can't be sent.
@@ -109,8 +109,9 @@ class Outbox:
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
     """Read what an :class:`Outbox` wrote.
 
-    If a part's code raises an error while the part is rebuilt, the result contains the error as text. A dead worker's
-    unfinished data is freed first: memory may have run out, and the kernel must not be the next process that is killed.
+    If a part's code raises an error while the part is being rebuilt, the result contains the error as text. A dead
+    worker's unfinished data is freed first: memory may have run out, and the kernel must not be the next process that
+    is killed.
     """
     end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:
@@ -133,9 +134,9 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value and an empty string, or None and the reason why the value can't be rebuilt.
 
-    Callers keep the value. A value that takes up almost all of a large file stays in the file. Any other value is
-    copied: otherwise a loss would keep in memory the weights that share its file, and a thousand losses would keep a
-    thousand descriptors open.
+    Callers keep the value. A value that takes up most of a large file stays in the file. Any other value is copied:
+    otherwise, a loss would keep the weights that share its file in memory, and a thousand losses would keep a thousand
+    descriptors open.
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)

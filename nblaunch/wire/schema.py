@@ -1,12 +1,11 @@
-"""Plain data as JSON, converted according to the dataclasses' annotations, for data from other processes that must not
-be unpickled.
+"""Dataclasses as JSON, converted by their annotations, for data from other processes that must not be unpickled.
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal Node
 
-Any process that reaches a store can write to it. The reader therefore names the class that it expects and accepts
-nothing else: it does not look up classes by names in the text, and runs no code chosen by the sender. The types are
-64-bit numbers, text, booleans, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of
-pairs, so that keys keep their type.
+Any process that can reach a store can write to it. The reader therefore names the class that it expects and accepts
+nothing else: it does not look up classes by names in the text, and runs no code chosen by the sender. The supported
+types are 64-bit numbers, text, booleans, None, enums, dataclasses, tuples, mappings and unions of these. Mappings
+become lists of pairs, so that keys keep their types.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _MAX_INT = 1 << 63
 
 
 def dump(value: Any) -> bytes:
-    """Return ``value``, a dataclass, as text that :func:`load` reads.
+    """Return ``value``, a dataclass, as text that :func:`load` can read.
 
     Raises:
-        TypeError: a part of it has no plain form, for example bytes.
+        TypeError: a part of it, for example bytes, has no plain form.
     """
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 

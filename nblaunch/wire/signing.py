@@ -5,8 +5,8 @@ Between ranks:
     launcher ── key: in memory that workers inherit, never in a file, a variable or a store ──> workers
     rank 0   ── signature + pickle ──> process group ──> rank 1: checks the signature, then reads the pickle
 
-Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a
-signature, a process that takes a rank's place there could make the other ranks run arbitrary code.
+Workers find each other through a store on a loopback port, which every user on the machine can reach. Without
+signatures, a process that took a rank's place in the store could make the other ranks run arbitrary code.
 
 Files of a detached job are signed with the user's key (``detached/folder.py``), with :func:`seal` and :func:`unseal`.
 """
@@ -36,7 +36,7 @@ def load(signed: bytes, key: bytes) -> Any:
     """Load an object from the output of :func:`dump`.
 
     Raises:
-        ValueError: it does not carry the signature of this job; nothing was unpickled.
+        ValueError: it does not carry this job's signature; nothing was unpickled.
     """
     try:
         body = unseal(signed, key)
@@ -81,4 +81,4 @@ def check(signature: bytes, key: bytes, *parts: bytes | memoryview) -> None:
         ValueError: the signature is wrong.
     """
     if not hmac.compare_digest(signature, digest(key, *parts)):
-        raise ValueError("the bytes do not carry the signature of this key")
+        raise ValueError("the bytes are not signed with this key")

@@ -1,7 +1,7 @@
-"""An agreement on the step at which all ranks leave their loops, without a collective in every step.
+"""An agreement on the step at which all ranks leave their loops, without a collective at every step.
 
-If one rank left a step earlier than another, the other would wait in a collective forever. The launcher therefore
-proposes a step a little ahead, which is valid only if every rank receives it in time:
+If one rank left its loop a step earlier than another, the other would wait in a collective forever. The launcher
+therefore proposes a step a little ahead; the proposal is valid only if every rank receives it in time:
 
     launcher                                     each rank, at each check of ``should_stop``
     proposal: "stop at your check number P" ──>  before P: reply P (a promise to wait at P for the decision)
@@ -22,7 +22,7 @@ from typing import Protocol
 from nblaunch.wire.board import Slot, StepBoundaries
 
 Ballot = Slot | StepBoundaries
-"""The fields in which a rank counts its checks and its replies to proposals."""
+"""The fields in which a rank counts its checks and stores its replies to proposals."""
 
 _SPIN_S = 0.0005
 _PATIENCE_S = 0.25
@@ -30,11 +30,11 @@ _FIRST_MARGIN = 2
 _AHEAD_S = 0.3
 
 BOUNDARY_S = 1.0
-"""How long an interrupt waits until all training ranks reach the same optimizer step."""
+"""How long an interrupt is held back so that all training ranks can reach the same optimizer step."""
 
 
 def should_stop(slot: Ballot) -> bool:
-    """Return whether every rank stops at this check. Every rank must call this in its worker, at the same steps."""
+    """Return whether every rank stops at this check. Every rank's worker must call this at the same steps."""
     count, proposal = slot.begin_check()
     return proposal != 0 and holds(slot, count, proposal)
 
@@ -71,7 +71,7 @@ class Boundary(Agreement, Protocol):
     """The launcher's side of an agreement on an optimizer step: all ranks raise an interrupt just before it.
 
     Attributes:
-        limit_s: how long the interrupt waits for the step.
+        limit_s: how long the interrupt may be held back while the ranks approach the step.
         is_withdrawn: whether the ranks have failed to agree.
     """
 
@@ -86,7 +86,7 @@ class Boundary(Agreement, Protocol):
 
 
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
-    """Propose that all ranks stop before the next optimizer step; return None if some have not trained."""
+    """Propose that all ranks stop before the next optimizer step; return None if some have not yet reached one."""
     boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
     if not boundaries or not all(boundary.num_checks for boundary in boundaries.values()):
         return None

@@ -3,9 +3,10 @@
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
 A worker has one connection for sessions and the debugger. It is created before the worker starts and has no address:
-only the kernel, the worker and processes that the worker forks hold an end of it. Messages are therefore pickled, like
-events (``channel.py``); memory files carry objects of the user's classes. A session command is reported by events
-(:class:`nblaunch.events.CommandEvent`); a numbered debugger command is answered by a :class:`Reply`.
+only the kernel, the worker and processes that the worker forks hold an end of it. Messages can therefore safely be
+pickled, like events (``channel.py``); memory files carry objects of the user's classes. The worker reports on a session
+command with events (:class:`nblaunch.events.CommandEvent`), and answers a numbered debugger command with a
+:class:`Reply`.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class RunFunction(SessionCommand):
 class LeaveGroup(SessionCommand):
     """Request to leave the process group, because other ranks are waiting for this one, which will not arrive.
 
-    It has no files, and is not reported.
+    It has no files, and no events report on it.
     """
 
 
@@ -205,7 +206,7 @@ class Close(SessionCommand):
     """Request to end the worker."""
 
 
-# --- to the debugger in a worker, which handles commands while the function, or a command of a session, runs
+# --- to the debugger in a worker, which handles commands while the function or a session command is running
 # ----------------
 
 
@@ -232,8 +233,8 @@ class ReadVariables(DebugCommand):
     """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
 
     Args:
-        function: name and first line of the function whose innermost frame is described; None, or a function that is
-            not running = the innermost frame of the user's code.
+        function: name and first line of the function whose innermost frame is described. If it is None, or the function
+            is not running, the innermost frame of the user's code is described.
         number: number of this command; the reply repeats it.
     """
 

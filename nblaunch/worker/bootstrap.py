@@ -6,10 +6,10 @@
                      ``sys.stdout`` and ``sys.stderr``; rank 0 of a script keeps its input
     process_control  asks to be killed first when memory runs out; writes stacks on request
     inheritance      drops state that belongs only to the kernel; shows text instead of HTML; adapts a cell's Trainers
-    files            detects ranks that write to the same file of the kernel
-    payload          pickles definitions of cells by value for fresh processes of multiprocessing
+    files            detects ranks that write to the same file that the kernel opened
+    payload          pickles definitions in cells by value for fresh multiprocessing processes
     frameworks       counts bars and parameters as progress, and optimizer_steps counts steps
-    import_times     explains imports that take long
+    import_times     explains slow imports
     file_writes      records which files the function saves, and how long that takes
     context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
@@ -23,8 +23,8 @@
 
 A worker never returns to the code that forked it.
 
-A process forked by the function (a data loader's, a pool's) inherits the rank's pipe and board slot. Its displays and
-logs appear under the rank; its state and result are ignored.
+A process that the function forks (for a data loader or a pool, for example) inherits the rank's pipe and board slot.
+Its displays and logs appear under the rank; its state and result are ignored.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def run(
 
     Args:
         assignment: the worker's task.
-        load_call: returns the function and its arguments. It is called after output is captured, so that an import
+        load_call: returns the function and its arguments. It is called once output is being captured, so that an import
             error in a pickled function is shown like any other.
-        slot: the worker's slot of the board, if the caller has already mapped the board.
-        originals: where the worker can read the launcher's tensors of the call; None if it can't.
+        slot: the worker's slot on the board, if the caller has already mapped the board.
+        originals: where the worker can read the launcher's tensors for the call; None if it can't.
         files: files that the parent had open when it forked this process; None in a fresh interpreter.
     """
     exit_code = 1
@@ -108,7 +108,7 @@ def run(
 
 
 class _Worker:
-    """The process of one rank and its connections to the launcher. The new process creates this object first.
+    """One rank's process and its connections to the launcher. The new process creates this object first.
 
     Args:
         assignment: the rank's task.
@@ -138,7 +138,8 @@ class _Worker:
 
     def run(self, load_call: Callable[[], FunctionCall], originals: Originals | None) -> int:
         """Prepare, call the function, report the outcome, finish; return the exit code."""
-        # Keep the value and the error until the worker has finished, because freeing them may wait for other ranks.
+        # Keep the value and the error until the worker has finished, because the process may have to wait for other
+        # ranks while it frees them.
         try:
             self._prepare()
             self._watch_imports()
@@ -187,7 +188,7 @@ class _Worker:
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code == 0:
-            # Set the state at once, so that an interrupt does not lose the value.
+            # Set the state at once, so that the value is not lost if an interrupt arrives.
             self.slot.set_state(WorkerState.FINISHING)
         process_group.drop_destroyed_groups()
         if exit_code != 0:
@@ -282,7 +283,7 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _watch_objects_of_kernel(self) -> None:
-        """Repair or report the use of the kernel's tracker runs, files and connections."""
+        """Repair the kernel's tracker runs, files and connections in this worker, or report their use."""
         tracker_runs.watch(self._warn)
         if self.files is not None:
             closed = connections.leave_to_first_rank(self._closed_connections)
@@ -306,7 +307,9 @@ class _Worker:
         )
         other_debuggers.redirect_set_trace()
         if self.assignment.post_mortem:
-            self._debugger = self._start_debugger()  # it answers even while the rank waits in a collective
+            self._debugger = (
+                self._start_debugger()
+            )  # it answers even while the rank is waiting in a collective
 
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger
@@ -354,7 +357,7 @@ class _Worker:
 
     @property
     def _closed_connections(self) -> Sequence[Connection]:
-        """Return the kernel's connections that belong to another rank."""
+        """The kernel's connections that belong to another rank."""
         is_first = self.assignment.topology.local_rank == 0
         return () if is_first or self.files is None else self.files.connections
 
@@ -403,10 +406,10 @@ class _Worker:
             output.flush_c_streams()
             if exit_code == 0:
                 # NCCL waits for operations that it began with other ranks; after a failure, it would wait until the
-                # launcher kills this process.
+                # launcher killed this process.
                 process_group.leave_at_exit()
         except BaseException as error:
-            print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"while the worker was ending: {type(error).__name__}: {error}", file=sys.stderr)
         lost = output.flush()
         if lost:
             text = f"{lost} bytes of output were lost, because the disk had no space for {self.assignment.log_path}"
@@ -445,7 +448,7 @@ _PARSED = (
 
 
 def _has_rejected_arguments(leaving: SystemExit) -> bool:
-    """Return whether ``argparse`` exits in a notebook's worker because it can't parse the arguments.
+    """Return whether ``argparse`` is exiting in a notebook's worker because it can't parse the arguments.
 
     In a script, ``argparse`` reads the script's own command line, and the caller expects its exit code. The last frame
     need not be in ``argparse``, because wandb and other libraries replace ``sys.exit`` in the kernel.

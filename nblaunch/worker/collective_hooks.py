@@ -70,7 +70,7 @@ def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
 
 @packages.defines_replacements
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
-    """Call ``watch`` before the first process group with several ranks. Until then, no other hook is needed."""
+    """Call ``watch`` before the first group with several ranks is created. Until then, no other hook is needed."""
     cls = c10d.ProcessGroup
     make = cls.__init__
     held = vars(cls)["__init__"]  # binds to instances, unlike the value of cls.__init__
@@ -133,7 +133,7 @@ class _Hooks:
         self._watch_new_groups(c10d)
 
     def _watch_new_groups(self, c10d: Any) -> None:
-        """Record the creation of groups, because each member waits for the others there."""
+        """Record the creation of groups, because each member waits for the others during it."""
         create = getattr(c10d, "_new_process_group_helper", None)
         if create is None:
             return
@@ -178,9 +178,7 @@ class _Hooks:
                 spans.put(SpanKind.COLLECTIVE, began_s, monotonic(), _PLACES.get(recorder.last_kind, -1))
 
     def _methods(self) -> dict[str, _Describe]:
-        """Return a description function for each method of ``ProcessGroup``, under all names that torch releases give
-        it.
-        """
+        """Return functions that record calls of ``ProcessGroup`` methods, by each name that a torch release uses."""
         return {
             "allreduce": self._all_reduce,
             "allreduce_coalesced": self._all_reduce,
@@ -356,8 +354,8 @@ class _Hooks:
     # --- DistributedDataParallel -------------------------------------------------------------------------------------
 
     def watch_ddp(self, module: Any) -> None:
-        """Record constructors, which compare models across ranks, and forward passes, after which gradients are
-        exchanged.
+        """Record constructors, which compare models across ranks, and forward passes, which precede gradient
+        exchanges.
         """
         cls = module.DistributedDataParallel
         construct, forward = cls.__init__, cls.forward
@@ -389,7 +387,7 @@ class _Hooks:
                 return forward(ddp, inputs[0])
             return forward(ddp, *inputs, **kwargs)
 
-        cls._nblaunch_model = ""  # each instance has its number, in the order of construction
+        cls._nblaunch_model = ""  # each instance has its own number, in the order of construction
 
     def _record_model(self, arguments: dict[str, Any]) -> None:
         pg, mesh = arguments.get("process_group"), arguments.get("device_mesh")
@@ -406,7 +404,7 @@ class _Hooks:
         ]
         dtypes = "/".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
         size = sum(parameter.numel() for parameter in parameters)
-        detail = f"{len(parameters)} parameters of {size:,} elements"
+        detail = f"{len(parameters)} parameters with {size:,} elements"
         layout = ", ".join(str(list(parameter.shape)) for parameter in parameters)
         self._recorder.record(
             pg,
@@ -459,7 +457,9 @@ class _Hooks:
                 if type(rate) is not float:
                     rate = float(rate) if isinstance(rate, (int, float)) else -1.0
                 write_step(find_step((group.handle, UNEVEN if self._is_uneven else share)), rate)
-            except Exception:  # for example, a user's optimizer without weak references; skip it
+            except (
+                Exception
+            ):  # for example, a user's optimizer that does not support weak references; skip it
                 return
 
         slot.record_step, slot.record_backward = record_step, record_backward
@@ -474,10 +474,9 @@ class _Hooks:
         return owner
 
     def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
-        """Return the group that syncs an optimizer's parameters (None if unknown), and text that identifies the
-        parameters.
+        """Return the group that syncs an optimizer's parameters (None if unknown), and a string that identifies them.
 
-        Ranks may update different parameters, each with its own learning rate.
+        Ranks may update different parameters, with different learning rates.
         """
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not stepped:

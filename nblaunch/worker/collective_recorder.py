@@ -1,4 +1,5 @@
-"""The state for recording this rank's collectives: groups, tensor forms, the user's lines.
+"""The state that is needed to record this rank's collectives: its groups, the forms of tensors, and the lines of user
+code that make the calls.
 
 ``collective_hooks.py`` calls this module; ``wire/collective_calls.py`` defines the format. Nothing here waits for or
 communicates with other ranks.
@@ -18,16 +19,16 @@ from nblaunch.wire.collective_calls import NEW_GROUP, UNCOUNTED, CallWriter, Gro
 from nblaunch.worker.user_lines import Key, UserLine, UserLines
 
 _MAX_KNOWN = 1024
-"""Number of tensor forms that are kept."""
+"""Maximum number of tensor forms that are kept."""
 
 _HOOKS = tuple(f"{Path(__file__).parents[1] / folder}/" for folder in ("worker", "progress"))
-"""Folders that contain nblaunch's hooks on libraries."""
+"""Folders that contain nblaunch's hooks into libraries."""
 
 _NUM_OWN_FRAMES = 4
 """Number of frames that a collective's hook adds: the finder, a method of the recorder, two functions of the hook."""
 
 Form = tuple[int, str, int, tuple[int, int, int, int]]
-"""Elements, type, number of dimensions, and the first four dimensions of a tensor."""
+"""Number of elements, type, number of dimensions, and the first four dimensions of a tensor."""
 
 NO_FORM: Form = (UNCOUNTED, "", 0, (0, 0, 0, 0))
 
@@ -56,7 +57,7 @@ class CollectiveRecorder:
     """The recorder of this process.
 
     Args:
-        writer: writes to the region of this process.
+        writer: writes to this process's region.
 
     Attributes:
         is_active: whether this process has used a process group.
@@ -75,7 +76,7 @@ class CollectiveRecorder:
         self._finders: dict[str, Callable[[Key], WrittenSite]] = {}
         self.last_group: OpenGroup | None = None
         self.last_kind = ""
-        """The last recorded call."""
+        """Kind of the last recorded collective."""
 
     def num_collectives(self) -> int:
         """Return how many collectives this process has called, in all of its groups."""
@@ -92,7 +93,7 @@ class CollectiveRecorder:
         root: int = -1,
         detail: str = "",
     ) -> None:
-        """Record a collective, unless torch does not list its group.
+        """Record a collective if torch lists its group.
 
         Args:
             pg: the process group.
@@ -123,7 +124,7 @@ class CollectiveRecorder:
 
         Args:
             group: the group.
-            before: number and chain of the group before the call.
+            before: the group's number and chain before the call.
         """
         if group.number > before[0]:
             group.number, group.chain = before
@@ -132,14 +133,14 @@ class CollectiveRecorder:
     def note(
         self, kind: str, number: int, group: OpenGroup | None, form: Form, root: int, detail: str = ""
     ) -> None:
-        """Record a call that has a tensor but is not a collective.
+        """Record a call that takes a tensor but is not a collective.
 
         Args:
             kind: kind of the call.
             number: number of calls of this kind so far.
             group: group of the call.
             form: form of its tensor.
-            root: rank of the group at the other end; -1 if it may be any.
+            root: the group rank of the process at the other end; -1 if it may be any process.
             detail: any other property of the call.
         """
         _, dtype, num_dimensions, shape = form
@@ -154,7 +155,7 @@ class CollectiveRecorder:
         """Record that this process has begun to create a group.
 
         Args:
-            ranks: ranks of the members in the job.
+            ranks: the members' ranks in the job.
         """
         self._num_new_groups += 1
         handle = self._writer.add_group(Group(ranks, self._seen_groups.get(ranks, -1) + 1))
@@ -170,14 +171,14 @@ class CollectiveRecorder:
     def notes_of(
         self, kind: str, num_frames: int, compared: int
     ) -> tuple[Callable[[Key], WrittenSite], Callable[[WrittenSite, float], None]]:
-        """Return functions that record calls of one kind, which have no tensors and happen at every step.
+        """Return two functions that record calls of one kind; such calls have no tensors and happen at every step.
 
         The first takes the group's handle (-1 = no group) and a detail, and returns the site of a call. The second
         records the call, with its value.
 
         Args:
             kind: kind of the calls.
-            num_frames: number of the hook's frames.
+            num_frames: number of frames that the hook adds.
             compared: as for :meth:`UserLines.quick_finder`.
         """
 
@@ -192,8 +193,8 @@ class CollectiveRecorder:
 
         Args:
             pg: its process group.
-            sent: rows for each rank of the group, or a tensor that is sent in equal parts.
-            received: rows from each rank of the group, or a tensor that is received in equal parts.
+            sent: number of rows for each rank of the group, or a tensor that is sent in equal parts.
+            received: number of rows from each rank of the group, or a tensor that is received in equal parts.
         """
         group = self.group_of(pg)
         if group is not None:
@@ -205,7 +206,7 @@ class CollectiveRecorder:
             self._writer.put_splits(group.number + 1, *parts)
 
     def _code(self, text: str) -> int:
-        """Return a number that identifies a text in all processes."""
+        """Return a number that identifies a string in all processes."""
         code = self._codes.get(text)
         if code is None:
             if len(self._codes) >= _MAX_KNOWN:

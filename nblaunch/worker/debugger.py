@@ -5,7 +5,7 @@
     breakpoint() ──> pdb in the thread of the function
                               └── Prompted ──> kernel ── Line ──> ... ── Resumed ──> kernel
 
-Even a rank that waits in a collective answers, because the collective releases the GIL.
+Even a rank that is waiting in a collective answers, because the collective releases the GIL.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CALLING = ("nblaunch.worker.bootstrap", "nblaunch.session.server")
 
 
 class Debugger:
-    """Answers the kernel's questions about the frames of this worker.
+    """Answers the kernel's questions about this worker's frames.
 
     Args:
         rank: rank of this worker.
@@ -65,7 +65,7 @@ class Debugger:
     def __init__(self, rank: int, connection: CommandConnection) -> None:
         self._rank = rank
         self._connection = connection
-        self._terminal: _Terminal | None = None  # terminal of the last pdb
+        self._terminal: _Terminal | None = None  # the last pdb's terminal
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
@@ -88,7 +88,7 @@ class Debugger:
             continue
 
     def begin_command(self) -> None:
-        """Release the frames of a session's last command, including pdb's."""
+        """Release the frames of a session's previous command, including pdb's."""
         self._traceback, self._is_idle = None, False
         self._stops.clear()
         if self._terminal is not None:
@@ -96,12 +96,12 @@ class Debugger:
             self._terminal = None
 
     def end_command(self, error: BaseException | None) -> None:
-        """Keep the frames in which a session's command failed until the next command begins.
+        """Until the next command begins, keep the frames in which a session's command failed.
 
         Only frames of the user's code are kept. Other frames may hold connections, and other ranks may be
         waiting for those connections to close.
         """
-        sys.settrace(None)  # pdb may still have been stepping
+        sys.settrace(None)  # pdb may still be stepping
         self._is_idle = True
         if error is not None:
             self._traceback = frames.up_to_user_code(from_first_user_frame(error.__traceback__))
@@ -203,7 +203,7 @@ class _Terminal:
 
     Args:
         send: sends a message to the kernel.
-        first: contents of the first prompt, except the text.
+        first: contents of the first prompt, except its text.
     """
 
     encoding = "utf-8"
@@ -220,7 +220,7 @@ class _Terminal:
         self._lines.put(text)
 
     def close(self) -> None:
-        """End pdb, even while it waits for the rest of a statement and would read ``q`` as part of that statement."""
+        """End pdb, even while it is waiting for the rest of a statement, as part of which it would read ``q``."""
         self._is_closed = True
         self._lines.put(None)
 
@@ -254,7 +254,7 @@ class _Terminal:
         return False
 
     def end(self) -> None:
-        """Report that the user left pdb."""
+        """Report that the user has left pdb."""
         self._send(Resumed(self._taken()))
 
     def _taken(self) -> str:
@@ -300,7 +300,7 @@ class _Pdb(_OwnPdb):
         )
 
     def _cmdloop(self) -> None:
-        """Let an interrupt end the session's command, because pdb would catch it and read the next line."""
+        """Let an interrupt end the session's command; pdb's own method would catch it and read the next line."""
         self.cmdloop()
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
@@ -313,7 +313,7 @@ class _Pdb(_OwnPdb):
     def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
         """Leave out the callers of the user's code: the kernel, and the code that prepares a worker."""
         stack, index = super().get_stack(frame, tb)
-        # A fork also has the kernel's frames, including the cell that launched it.
+        # A forked worker also has the kernel's frames, including the cell that launched the worker.
         is_calling = [entry.f_globals.get("__name__") in _CALLING for entry, _ in stack]
         first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
         is_user = [is_user_file(entry.f_code.co_filename) for entry, _ in stack[first:]]
@@ -325,6 +325,9 @@ class _Pdb(_OwnPdb):
             if candidate is frame:
                 self.curindex = index
                 self.curframe = candidate
-                if sys.version_info < (3, 14):  # newer releases read it from the frame and warn if it is set
+                if sys.version_info < (
+                    3,
+                    14,
+                ):  # newer releases read the frame's variables and warn if this is set
                     self.curframe_locals = candidate.f_locals
                 self.lineno = None

@@ -26,14 +26,14 @@ _MAX_FRAMES = 60
 _MAX_WITH_VARIABLES = 5
 """Maximum number of the user's frames whose variables are included."""
 
-_MAX_PARTS = 20  # exceptions of a group
+_MAX_PARTS = 20  # exceptions in a group
 _MAX_FORMATTED_FRAMES = 2000
 """Maximum number of frames. Only the last frames of a longer traceback are formatted, because Python takes
 seconds to format a runaway recursion.
 """
 
 _KEPT_CHARACTERS = 8000
-"""How many characters of a very long text are kept."""
+"""Number of characters of a very long string that are kept."""
 
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
@@ -55,7 +55,7 @@ _CONNECTION_WORDS = (
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""Maximum time that a process may take to end after its files are closed."""
+"""Maximum time that a process may take to exit after its files are closed."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:

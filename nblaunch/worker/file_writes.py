@@ -2,12 +2,12 @@
 
 Each save to a path, and each ``open`` that truncates a file, is an :class:`~nblaunch.events.Observation`. Ranks race if
 they write to the same file at the same point in the program, with no collective and no optimizer step between the
-writes. Files that a library writes for its own use, such as a cache, are left out: a write counts only if every
-library between the user's line and the call is one that writes what the user passes to it. Writes by a process that
-holds a lock are left out as well.
+writes. Files that a library writes for its own use, such as caches, are left out: a write counts only if every library
+between the user's line and the call is one that writes what the user passes to it. Writes by a process that holds a
+lock are left out as well.
 
-Saves are also spans on the board, with their duration and size: ``torch.save``, safetensors' ``save_file`` and torch's
-distributed checkpoints.
+Saves by ``torch.save``, safetensors' ``save_file`` and torch's distributed checkpoints are also spans on the board,
+with their duration and size.
 
 When a file that ``open`` has truncated is closed, a checksum of its contents is reported. If all ranks write the same
 data, the contents of the file do not depend on timing.
@@ -46,7 +46,7 @@ _SAVES = (
     ("safetensors.torch", "save_file", 1),
     ("torch.distributed.checkpoint.state_dict_saver", "save", -1),
 )
-"""Module, function, and the index of the argument that names the file; -1 if there is none."""
+"""Module, function, and the index of the argument that names the file; -1 if no argument does."""
 
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
@@ -61,7 +61,7 @@ _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell"
 """Modules that bind ``open``, each with the name that it uses. Cells use IPython's."""
 
 _NEWLINE_PLACE = 3
-"""Index of ``newline`` among the arguments of ``open`` that follow the mode."""
+"""Index of ``newline`` among the arguments to ``open`` that follow the mode."""
 
 _MAX_COMPARED_BYTES = 1 << 20
 """Larger contents are not compared, because their checksum would take too long."""
@@ -127,7 +127,7 @@ class FileWrites:
             file: the path.
             frame: frame that called ``open``.
             opened: what ``open`` returned.
-            newline: argument of ``open``.
+            newline: the argument to ``open``.
 
         Returns:
             ``opened``, or an equivalent object that reports its contents.
@@ -169,7 +169,7 @@ class FileWrites:
 
     def _note_contents(self, observation: Observation, contents: str) -> None:
         if os.getpid() == self._pid:
-            with suppress(OSError):  # files may be closed after the channel to the launcher
+            with suppress(OSError):  # a file may be closed after the channel to the launcher
                 self._emit(replace(observation, value=(*observation.value[:-1], contents)))
 
 
@@ -242,7 +242,7 @@ class _FollowedWriter(_io.BufferedWriter):
 
 
 def _followed(opened: Any, newline: str | None, report: Callable[[str], None]) -> Any:
-    """Return a file in place of ``opened`` that calls ``report`` with the checksum of its contents."""
+    """Return a file that replaces ``opened`` and calls ``report`` with the checksum of its contents."""
     is_text = isinstance(opened, _io.TextIOWrapper)
     settings = (opened.encoding, opened.errors, newline, opened.line_buffering) if is_text else ()
     mode = opened.mode
@@ -256,7 +256,7 @@ def _followed(opened: Any, newline: str | None, report: Callable[[str], None]) -
 
 
 def _holds_lock(pid: int) -> bool:
-    """Return whether a process holds a lock on a file, which means that ranks may take turns to write another file."""
+    """Return whether a process holds a lock on a file; if so, ranks may be taking turns writing to another file."""
     try:
         with _io.open("/proc/locks") as file:
             locks = map(str.split, file)
@@ -272,7 +272,7 @@ def _holds_lock(pid: int) -> bool:
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _WITH_AN_END = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
-"""Modules and classes of files that can't be read until they are closed, when the end of the file is written."""
+"""Modules and classes of files that can't be read until they are closed, because their end is written only then."""
 
 _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
@@ -282,12 +282,12 @@ _mark: list[None] = []
 
 
 def leave_out_present_objects() -> None:
-    """Exclude all existing objects from the search for open files, which would visit every object."""
+    """Exclude all existing objects from the search for open files, which would otherwise visit them all."""
     gc.freeze()
 
 
 def write_left_open() -> None:
-    """Flush the files that this process opened. An error in one file is printed and does not affect the others."""
+    """Flush the files that this process opened. An error with one file is printed and does not affect the others."""
     objects = gc.get_objects()
     if os.getpid() != _imported_in and id(_mark) in set(map(id, objects)):
         return  # the function has unfrozen the heap, so the list would include the kernel's files

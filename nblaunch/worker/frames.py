@@ -1,5 +1,6 @@
-"""The frames of a worker: another thread reads them to find the user's line and variables, and Python's
-``traceback`` module shows them."""
+"""A worker's frames: another thread reads them to find the user's line and variables, and Python's ``traceback`` module
+shows them.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ _SECRET = re.compile(
 )
 """Names of variables, and dictionary keys, whose values may be secret if they are strings."""
 _SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[a-z]-)\w|://[^/\s]*:[^/\s]*@")
-"""Strings that are secret under any name: keys of well-known services, and addresses with a password."""
+"""Strings that are secret under any name: keys for well-known services, and addresses with a password."""
 
 
 def begin_stacks_at_function() -> None:
     """Make stacks that the function prints begin with the function, without the calls that led to it.
 
     A forked worker runs inside the kernel's calls, about fifty of them. Anomaly detection would collect them
-    for each operation, and its report, usually a few lines, would be too long for a cell. Call this in the
-    frame of nblaunch that later calls the function; that frame and its callers are left out.
+    for each operation, and its report, usually a few lines, would be too long for a cell. Call this in the nblaunch
+    frame that later calls the function; that frame and its callers are left out.
     """
     outside = sys._getframe(1)
 
@@ -88,7 +89,7 @@ def shown_frame(frames: Sequence[FrameType]) -> FrameType | None:
 
 
 def frame_of_function(frames: Sequence[FrameType], function: tuple[str, int] | None) -> FrameType | None:
-    """Return the innermost frame of a function, by name and first line, or else of the user's code."""
+    """Return the innermost frame of the function with this name and first line, or else of the user's code."""
     for frame in frames:
         if function is not None and _function_of(frame) == tuple(function):
             return frame
@@ -111,7 +112,7 @@ def evaluate(expression: str, frame: FrameType | None) -> Any:
 
 
 def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> FrameVariables:
-    """Describe the local variables of a frame of ``stack`` whose current line is ``line``."""
+    """Describe the local variables of ``frame``, a frame in ``stack`` that has reached ``line``."""
     is_module = frame.f_locals is frame.f_globals
     aspects = _all_aspects(frame.f_locals, is_module)
     functions = [_function_of(each) for each in stack if is_user_file(each.f_code.co_filename)]
@@ -132,7 +133,7 @@ def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
 
 
 def _text_of(name: str, value: Any) -> str:
-    """Return a variable's text without running code of the user's classes, which might wait for another rank."""
+    """Return a variable's text without running code from the user's classes, which might wait for another rank."""
     kind = type(value)
     if _is_literal(value) and len(text := repr(value)) <= _MAX_CHARACTERS:
         return f"<{kind.__name__}, not shown because it may be secret>" if _is_secret(name, value) else text
@@ -205,7 +206,7 @@ def _without_names_of_ipython(variables: Mapping[str, Any], is_module: bool) -> 
 def _items(variables: Any) -> Iterable[tuple[Any, Any]]:
     """Return the items of a frame's variables.
 
-    In the body of a class, keys may have any type, and the mapping may be an instance of a user's class.
+    In a class body, keys may have any type, and the mapping may be an instance of a user's class.
     """
     kind = type(variables)
     if issubclass(kind, dict):

@@ -1,13 +1,13 @@
-"""Explains slow imports in a worker, because nothing else would say why the first step comes late.
+"""Explains slow imports in a worker, because nothing else would explain why the first step is late.
 
     find_spec("deepspeed") ──> its loader, which measures exec_module, with all imports inside it
                            ──> 5 s or longer? ──> the package inside it that takes most of this time
 
 Time that the import spent waiting for a processor does not count.
 
-Each worker repeats the imports that the kernel has not performed. A library may import others without the
-user's knowledge: for example, Accelerate imports DeepSpeed if it is installed. Measuring adds only a few
-microseconds to an import, because it covers packages but not their modules.
+Each worker has to perform the imports that the kernel has not performed. A library may import others without the user's
+knowledge: for example, Accelerate imports DeepSpeed if it is installed. Measuring adds only a few microseconds to an
+import, because it covers packages but not their modules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 
 def watch(is_fresh: bool, report: Callable[[str], None]) -> None:
-    """Report slow imports of this process from now on, but not of processes that it forks.
+    """Report slow imports in this process from now on, but not in processes that it forks.
 
     Args:
         is_fresh: whether this process can't inherit imports, because it is a fresh process or runs a script.
@@ -57,7 +57,7 @@ class _Import:
     Args:
         name: name of the package.
         inner: imports of other packages inside it.
-        importer: the library whose code imports it; empty if that is the user's code.
+        importer: the library whose code imports it; empty if the user's code does.
         seconds: duration.
     """
 
@@ -93,7 +93,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         return threading.get_ident() == self._thread and os.getpid() == self._process
 
     def _measure(self, loader: Any, package: _Import) -> None:
-        """Make ``loader`` measure the execution of a package; it is restored once the execution begins."""
+        """Make ``loader`` measure a package's execution; the loader is restored once the execution begins."""
         changed = vars(loader).get("exec_module")
         execute = loader.exec_module
         watch = self
@@ -150,13 +150,13 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _waited_for_processor_s() -> float:
-    """Return how long this thread has been ready to run while others ran; 0 if the system does not say."""
+    """Return how long this thread has been ready to run while other threads ran; 0 if unknown."""
     times = proc.thread_times(os.getpid()).get(threading.get_native_id())
     return 0.0 if times is None else times.wait_s
 
 
 def _importer_of(package: str) -> str:
-    """Return the library whose code is importing ``package``; empty if that is the user's code."""
+    """Return the library whose code is importing ``package``; empty if the user's code is."""
     frame = sys._getframe(2)
     while frame is not None:
         filename = frame.f_code.co_filename

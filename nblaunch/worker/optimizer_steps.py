@@ -1,8 +1,8 @@
 """Optimizer steps: counted on the board, and never split by an interrupt.
 
-Parameters change only in optimizer steps. After an interrupt between two steps, a model has the weights of the last
-complete step. An interrupt during a step is held until the step ends, for at most :data:`HOLD_S`, because a step may
-wait for another rank, or run a closure over a whole dataset.
+Parameters change only in optimizer steps. After an interrupt between two steps, a model has the weights from the last
+complete step. An interrupt during a step is held until the step ends, but for at most :data:`HOLD_S`, because a step
+may wait for another rank, or run a closure over a whole dataset.
 
     handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
                                         └──> yes: the hook after the step raises it
@@ -75,7 +75,7 @@ class OptimizerSteps:
         c10d: Any = None
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # torch may still be importing when this hook is set, so its parts are looked up in every step.
+            # torch's import may not be complete when this hook is set, so torch's parts are looked up in every step.
             if torch.compiler.is_dynamo_compiling():
                 return
             if slot.record_step is not None:
@@ -167,7 +167,7 @@ class OptimizerSteps:
         return False
 
     def _remind(self, since_s: float) -> None:
-        """Interrupt the main thread again if the step that delays an interrupt takes too long."""
+        """Interrupt the main thread again if the step that is delaying an interrupt takes too long."""
         time.sleep(HOLD_S)
         if self._held_since_s == since_s:
             self._is_reminded = True

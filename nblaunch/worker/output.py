@@ -263,8 +263,9 @@ def show_pending_figures() -> None:
 # --- plain text from bars and consoles --------------------------------------------------------------------------------
 
 _kept_functions: list[Any] = []
-"""Functions that hooks have replaced. Freeing a function writes to every object that its code refers to, and would copy
-those pages of the kernel's memory."""
+"""Functions that hooks have replaced. If a function were freed, this would write to every object that its code refers
+to, and copy those pages of the kernel's memory.
+"""
 
 
 def show_plain_text() -> None:
@@ -272,8 +273,8 @@ def show_plain_text() -> None:
 
     tqdm gets one status line per rank. Its notebook class overrides methods of the plain class to update a widget,
     which no worker can reach; without these overrides it behaves like the plain class. tqdm's lock is replaced
-    as well, because processes share it: a worker that is killed while it holds the lock would stop every bar of the
-    kernel for good.
+    as well, because processes share it: a worker that is killed while it holds the lock would stop all the kernel's
+    bars for good.
 
     rich redraws live displays in a widget, or in a terminal by moving the cursor. A worker has neither, and every
     frame would stay in the cell. A live display therefore writes only its last state, even on consoles that the
@@ -291,7 +292,7 @@ def show_plain_text() -> None:
 
 def _keep_to_one_line(std: Any) -> None:
     _renew_lock(std)
-    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
+    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a worker thread may be holding it
     std.tqdm._instances.clear()
     _kept_functions.append(std.tqdm.moveto)
     std.tqdm.moveto = _stay

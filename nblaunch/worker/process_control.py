@@ -29,7 +29,7 @@ if sys.platform == "linux":
     _process.prctl  # noqa: B018 looked up here once, in the kernel, instead of in every worker
 
 BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals that starters block around the fork, so that no worker runs the kernel's handlers."""
+"""Signals that are blocked while workers are being started, so that no worker runs the kernel's handlers."""
 
 
 _BEGIN_S = 0.05
@@ -40,8 +40,8 @@ class FunctionBounds:
     """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
     If an exception were raised after the function has returned, the function's value would be lost. An interrupt that
-    arrives outside the function is therefore held and sent again a moment later, once the function has begun or its
-    block is over.
+    arrives outside the function is therefore held and sent again after a moment, until it arrives in the function; if
+    the block has ended by then, the interrupt is dropped.
 
     Args:
         caller: code that calls the function.
@@ -85,7 +85,7 @@ class FunctionBounds:
 class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt``, but only inside ``with interrupts:``, around the user's code.
 
-    An interrupt that arrives before the block is raised when the block begins. An interrupt after the block is only
+    If an interrupt arrives before the block, it is raised when the block begins. An interrupt after the block is only
     counted and never interrupts the worker's own code. An interrupt during an optimizer step is raised when the step
     ends (``optimizer_steps.py``). The object must be created in the main thread, and handles SIGINT from then on.
 
@@ -94,8 +94,8 @@ class Interrupts:
 
     Args:
         slot: slot of the worker.
-        bounds: where the user's function begins and ends, because an interrupt must not cause the function's return
-            value to be lost.
+        bounds: where the user's function begins and ends, so that an interrupt after its return does not discard the
+            return value.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
@@ -182,7 +182,8 @@ def lead_posix_session() -> None:
 
 
 def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
-    """Have the system kill this process, and later its children, when the thread that started it ends.
+    """Have the system kill this process when the thread that started it ends, and do the same for the children that it
+    forks later.
 
     macOS lacks this system call. There, only the launcher's guardian process kills the workers.
 
@@ -203,7 +204,7 @@ def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process if the other end of a pipe closes during the block, whose imports take seconds.
+    """End this process if the other end of a pipe closes during the block, which spends seconds on imports.
 
     The watching thread ends with the block, before ranks are forked.
     """

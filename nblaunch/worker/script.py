@@ -1,4 +1,4 @@
-"""A Python script as the function of a launch. Every worker runs it as ``python script.py`` would.
+"""A Python script as a launch's function. Every worker runs it as ``python script.py`` would.
 
 The script is ``__main__``, with its own ``sys.argv``, ``sys.path[0]`` and ``__file__``. Thus ``__main__`` guards
 work, the script's objects can be pickled, and data loaders that spawn their workers find the script again.
@@ -23,11 +23,11 @@ class Script:
     """A script or a module with its arguments, which a worker calls.
 
     Args:
-        target: path of a script, or of a folder or zip file with a ``__main__.py``, as the user typed it; or name of a
-            module.
+        target: path to a script, or to a folder or zip file with a ``__main__.py``, as the user typed it; or a module's
+            name.
         arguments: the arguments that follow the target on the command line.
-        is_module: whether ``target`` is a module, as for ``python -m``.
-        folder: the caller's working directory, where modules are searched first.
+        is_module: whether ``target`` names a module, as for ``python -m``.
+        folder: the caller's working directory, where modules are searched for first.
     """
 
     target: str
@@ -39,7 +39,7 @@ class Script:
         return f"-m {self.target}" if self.is_module else self.target
 
     def __call__(self) -> None:
-        random.seed()  # fresh workers of a kernel share its random state; ranks of a script must not
+        random.seed()  # a kernel's fresh workers share its random state; a script's ranks must not
         spec: importlib.machinery.ModuleSpec | None
         if self.is_module:
             _search_first(self.folder)
@@ -87,7 +87,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _code_in(path: str) -> CodeType:
-    """Return the code of a script, which may be compiled already."""
+    """Return the code of a script, which may already be compiled."""
     with io.open_code(path) as file:
         if (code := pkgutil.read_code(file)) is not None:
             return code
@@ -97,7 +97,7 @@ def _code_in(path: str) -> CodeType:
 
 
 def _search_first(folder: str) -> None:
-    """Replace the launcher's folder at the start of ``sys.path``. With ``python -P``, there is none."""
+    """Replace the launcher's folder at the start of ``sys.path``. With ``python -P``, that folder is not there."""
     if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         return
     sys.path[:1] = [folder]

@@ -5,7 +5,7 @@
 
 A training step calls the same hooks from the same lines over and over. Each frame that Python exposes costs a third of
 a lookup, and examining the frame costs more. Later calls therefore compare code objects, and do not examine the frames
-around the user's frame. A cell that was edited or runs again has new code objects, so its lines are searched again.
+around the user's frame. A cell that has been edited or run again has new code objects, so its lines are searched again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from nblaunch.user_code import is_user_file
 
 _MAX_WAYS = 8
-"""Maximum number of call paths to a hook that are kept, because each keeps code objects alive."""
+"""Maximum number of call paths to a hook that are kept; each one keeps code objects alive."""
 
 _INNER = {"wrapper", "inner", "inner_func", "_fn", "decorate_context", "wrapped", "helper"}
 """Functions whose names do not identify the call."""
@@ -26,7 +26,7 @@ _INNER = {"wrapper", "inner", "inner_func", "_fn", "decorate_context", "wrapped"
 _MODULE_CALL = "_wrapped_call_impl"
 
 _MAX_SITES = 256
-"""Number of sites that are kept for one line."""
+"""Maximum number of sites that are kept for one line."""
 
 Key = tuple[Any, ...]
 Site = TypeVar("Site")
@@ -59,7 +59,7 @@ class _Way(NamedTuple):
     Args:
         depth: how far the user's frame is from the finder's.
         users: code of the user's frame.
-        lines: instruction of that code -> its line.
+        lines: instruction in that code -> its line.
         compared: depths and code objects of the frames between the hook and the user's frame that must be the same.
     """
 
@@ -82,7 +82,7 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        hooks: folders of hooks, with a trailing separator; calls are not named after functions in them.
+        hooks: folders with hooks, each with a trailing separator; calls are not named after functions in them.
     """
 
     def __init__(self, hooks: tuple[str, ...]) -> None:
@@ -92,7 +92,7 @@ class UserLines:
         self._without_frame: dict[tuple[Any, ...], UserLine] = {}
 
     def finder(self, site_of: Callable[[UserLine, Key], Site], skipped: int) -> Callable[[Key], Site]:
-        """Return a function that gives the site of a hook's call: the user's line, and the call's properties as a key.
+        """Return a function that finds the site of a hook's call: the user's line, and the call's properties as a key.
 
         Autograd's threads have no frame of the user's code, so the last known line is used for them.
 
@@ -125,7 +125,7 @@ class UserLines:
     def quick_finder(
         self, site_of: Callable[[UserLine, Key], Site], skipped: int, compared: int
     ) -> Callable[[Key], Site]:
-        """Return a quicker function than :meth:`finder` does, for a hook that is called several times in each step.
+        """Return a quicker function than :meth:`finder`'s, for a hook that is called several times in each step.
 
         It compares only the depth and code of the user's frame, and one frame between that frame and the hook.
 
@@ -162,7 +162,7 @@ class UserLines:
     ) -> Site:
         try:
             innermost = sys._getframe(skipped + 1)
-        except ValueError:  # a thread of a library in C called the hook
+        except ValueError:  # a C library's thread called the hook
             innermost = None
         line, is_users = self._search(innermost, skipped, compared, ways)
         if not is_users:  # each hook has its own lines
@@ -209,6 +209,6 @@ class UserLines:
         return is_user
 
     def _is_name(self, code: CodeType) -> bool:
-        """Return whether users recognise a call by the name of a library's function."""
+        """Return whether users would recognise a call by the name of a library's function."""
         name = code.co_name
         return name[0] not in "_<" and name not in _INNER and not code.co_filename.startswith(self._hooks)

@@ -71,7 +71,7 @@ def test_a_new_shape_is_reported_once_with_the_usual_one() -> None:
     device.watch.end_loop()
     (note,) = device.notes
     assert note.startswith(
-        "training step 4 compiled 1 new graph in 0.5 s: its batch is 7x4, the others are 32x4. Every new shape"
+        "training step 4 compiled 1 new graph in 0.5 s: its batch is 7x4, but the others are 32x4. Every new shape"
     )
 
 
@@ -81,7 +81,7 @@ def test_repeated_compilation_of_one_shape_is_reported() -> None:
         device.step("training", (32, 4), int(number % 3 == 0), 3.0 * (number % 3 == 0))
     device.watch.end_loop()
     assert device.notes[1].startswith(
-        "training: 10 steps compiled new graphs although the batch shape did not change, the last one in 3.0 s"
+        "training: 10 steps compiled new graphs although the batch shape did not change (the last took 3.0 s)"
     )
     assert len(device.notes) == 2
 

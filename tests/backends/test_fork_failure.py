@@ -32,12 +32,12 @@ def test_the_childs_error_comes_back_as_text(capfd: pytest.CaptureFixture[str]) 
 
 def test_a_child_that_dies_is_a_failure() -> None:
     failure = first_use.fork_failure(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert failure == "a forked process dies in backward()"
+    assert failure == "a forked process died in backward()"
 
 
 def test_a_child_that_hangs_is_killed() -> None:
     failure = first_use.fork_failure(lambda: threading.Event().wait() and None, timeout_s=0.2)
-    assert failure == "backward() did not end within 0.2 s in a forked process"
+    assert failure == "backward() did not finish within 0.2 s in a forked process"
 
 
 def test_a_process_with_many_open_files() -> None:

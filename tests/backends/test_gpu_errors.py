@@ -83,7 +83,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
                 "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
                 "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3000",
             ),
-            "Two ranks compute on the same GPU",
+            "Two ranks are using the same GPU",
             "LOCAL_RANK",
         ),
         (

@@ -140,7 +140,7 @@ def test_an_environment_without_chips_is_explained(monkeypatch: pytest.MonkeyPat
 def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     reported = BACKEND.overlooked() or ""
-    assert "8 TPU chips exist, but can't be used: torch_xla is not installed" in reported
+    assert "this host has 8 TPU chips, but they can't be used: torch_xla is not installed" in reported
     assert 'pip install "nblaunch[tpu]"' in reported
 
 
@@ -212,7 +212,7 @@ def test_chips_in_use_by_another_process_are_rejected_by_pid(monkeypatch: pytest
     monkeypatch.setattr(tpu, "lock_holder", lambda: 4242)
     monkeypatch.setattr(tpu, "command_of", lambda pid: "python train.py")
     problem = BACKEND.launch_problem() or ""
-    assert "another process uses the TPU chips: 4242 (python train.py)" in problem
+    assert "another process is using the TPU chips: 4242 (python train.py)" in problem
     assert "don't delete" in problem
 
 

@@ -54,7 +54,7 @@ def test_questions_without_an_input_are_rejected(tmp_path: Path) -> None:
     line = shlex.join([*PROGRAM, "config", "--config_file", str(tmp_path / "mine.yaml")])
     ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
-    assert "before this question" in ended.stderr.splitlines()[-1]
+    assert "before an answer to this question" in ended.stderr.splitlines()[-1]
 
 
 def test_the_callers_interrupt_handler_is_kept(tmp_path: Path) -> None:

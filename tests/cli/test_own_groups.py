@@ -21,7 +21,7 @@ SPAWNS = """
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         total = torch.ones(1)
         dist.all_reduce(total)
-        print("total", int(total), flush=True)
+        print("total %d\\n" % total.item(), end="", flush=True)  # one write, because ranks share the stream
         dist.destroy_process_group()
 
     if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:
     [
         (["nothing.ipynb"], "nothing.ipynb can't be read: No such file"),
         (["text.ipynb"], "text.ipynb is not a notebook"),
-        (["plain.ipynb", "--parameters", "epochs=2"], "no cell of the notebook"),
+        (["plain.ipynb", "--parameters", "epochs=2"], "no cell in the notebook"),
         (
             ["tagged.ipynb", "--parameters", "epocs=2"],
             "--parameters epocs: the notebook's parameters are epochs, rate",

@@ -236,7 +236,7 @@ def fail():
     assert notebook.run("psutil.Process().children() != []").value is True
     notebook.run(f"os.kill({first[3][1]}, signal.SIGKILL)")
     cell = notebook.run("again = go(train, engine=nodes, return_all=True)")
-    assert "start again, because the program of node 1 (host " in cell.shown
+    assert "restarting the programs on all nodes, because the program on node 1 (host " in cell.shown
     assert "SIGKILL" in cell.shown
     assert notebook.run("again[0][1]").value not in {forkserver for _, forkserver in first}
     notebook.run("nodes.close()")

@@ -231,7 +231,7 @@ def test_past_hangs_are_not_shown_again() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_loss_is_reported(value: float) -> None:
     view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
-    assert texts(view) == [f"the loss of ranks 0 and 1 is {value}"]
+    assert texts(view) == [f"the loss on ranks 0 and 1 is {value}"]
 
 
 def test_a_waiting_rank_is_shown_until_it_moves() -> None:
@@ -290,7 +290,7 @@ def test_after_a_stopped_hang_only_the_culprit_failed() -> None:
 
 
 def test_the_reason_for_slow_steps_replaces_the_comparison() -> None:
-    text = "batches of rank 2 are 1.8 times longer (1,800 vs. 1,000 elements)"
+    text = "batches on rank 2 are 1.8 times longer (1,800 vs. 1,000 elements)"
     view = fold(at_rates([10, 10, 5.55, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
     (notice,) = notices(view)
     assert (notice.kind, notice.ranks, notice.text) == ("slow", (2,), text)

@@ -113,7 +113,7 @@ def test_an_interrupt_at_the_prompt_ends_the_job(shared: Kernel) -> None:
 def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> None:
     start = "job = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
     cell = shared.run(start, is_typed_into=True)
-    cell.wait_for(lambda cell: "waits at breakpoint()" in cell.displays[0].data["text/plain"])
+    cell.wait_for(lambda cell: "is waiting at breakpoint()" in cell.displays[0].data["text/plain"])
     cell = shared.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p step, total", "c"):
         cell.type(line)

@@ -233,7 +233,7 @@ class Lottery:
         ends = [text.rpartition("END ")[2].strip() for text in outputs]
         reasons = (
             "NodeLost: ",
-            "LaunchError: the agent of this node has died",
+            "LaunchError: this node's agent has died",
             "LaunchError: not all nodes joined",
             # The killed agent had not opened the store yet.
             "LaunchError: node 1 can't reach the rendezvous",

@@ -84,7 +84,7 @@ def test_a_process_imports_no_modules_of_another_version(tmp_path: Path) -> None
         installation.replace()
         _, errors = process.communicate("\n", timeout=300)
     assert re.search(
-        r"LaunchError: this process runs nblaunch [\d.]+.* replaced by nblaunch 9\.9\.9", errors
+        r"LaunchError: this process is running nblaunch [\d.]+.* replaced by nblaunch 9\.9\.9", errors
     ), errors
     assert "Restart the kernel" in errors
 

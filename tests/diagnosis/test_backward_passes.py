@@ -57,7 +57,7 @@ def test_a_rank_without_all_gradients_is_named() -> None:
     found = explained(STEP, calls_of(FORWARD, BACKWARD, "all_reduce"), STEP)
     assert found.ranks == (1,)
     assert found.headline.startswith(
-        "rank 1 has finished backward 1 (train.py, line 2) without all gradients"
+        "rank 1 has finished backward 1 (train.py, line 2) without exchanging all the gradients"
     )
     assert "find_unused_parameters" in found.advice
 

@@ -250,7 +250,7 @@ def test_an_earlier_call_on_another_line_is_named(tmp_path: Path) -> None:
     assert found is not None
     lines = explain(found, calls).lines
     assert lines == (
-        "Before, ranks were on different lines in collective 3: "
+        "Earlier, ranks called collective 3 from different lines: "
         "rank 0 train.py, line 7; ranks 1 and 2 train.py, line 3.",
     )
     alternating = {rank: calls_of(*[reduce(3), reduce(5 if rank else 7)] * 2, BARRIER if rank else reduce(3))

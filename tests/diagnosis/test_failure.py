@@ -92,8 +92,9 @@ def test_a_crash_shows_its_evidence(log: JobLog) -> None:
     assert failure.sentence == "rank 1 was killed by SIGSEGV"
     assert str(failure.error).splitlines() == [
         "rank 1 (pid 41) was killed by SIGSEGV.",
-        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
-        "stack names the library: update the library, or run the function with num_processes=1 to find the cause.",
+        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. The process's "
+        "Python stack names the library: update the library, or run the function with num_processes=1 to find the "
+        "cause.",
         "Its last lines:",
         *(f"    step {i}" for i in range(4, 9)),
         "Its Python stack, innermost first:",

@@ -218,7 +218,7 @@ BUSY = Position("train.py, line 9: while not ready")
             [
                 "rank 0: waiting in backward, train.py, line 14",
                 "rank 1: waiting in barrier, train.py, line 20",
-                "The ranks have taken unequal numbers of batches (rank 0: 5, rank 1: 4).",
+                "The ranks have processed different numbers of batches (rank 0: 5, rank 1: 4).",
             ],
         ),
         (

@@ -94,7 +94,7 @@ def test_the_lowest_memory_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_advice_for_models_built_in_workers() -> None:
     found = verdict(kills=1, built=1_200_000_000)
     assert found[-1] == (
-        "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it, "
+        "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it as in "
         "notebook_launcher(train, (model,)), so that it is in memory only once."
     )
     small = verdict(kills=1, built=1000)

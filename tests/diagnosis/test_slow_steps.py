@@ -73,7 +73,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "long batches": (
         lambda: judged(WAITING, WAITING, times({SpanKind.BACKWARD: 0.4}, elements=3000.0)),
-        "batches", (2,), "batches of rank 2 are 3.0 times longer (3,000 vs. 1,000 elements)",
+        "batches", (2,), "batches on rank 2 are 3.0 times longer (3,000 vs. 1,000 elements)",
     ),
     "saves": (
         lambda: judged(times({SpanKind.SAVE: 0.4}, saved_bytes=NUM_STEPS * 1.2e9), WAITING),

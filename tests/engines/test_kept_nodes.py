@@ -114,7 +114,7 @@ def test_a_kept_node_lost_while_loading_restarts_all_nodes(kept: Kernel) -> None
     kept.run(f"times = 1\n{ENDING}")
     cell = kept.run("launch(lambda ending: rank(), Ending(), return_all=True)")
     assert cell.value == [0, 1, 2, 3]
-    assert "start again, because the program of node" in cell.shown
+    assert "restarting the programs on all nodes, because the program on node" in cell.shown
     assert "SIGKILL" in cell.shown
     assert kept.run("set(before) & set(node_programs())").value == set()
     kept.run(NEW_PROGRAMS)

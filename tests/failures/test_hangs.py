@@ -101,7 +101,7 @@ SHAPES = (
         ),
     ),
     Shape(
-        "unequal numbers of batches",
+        "different numbers of batches",
         """
     from nblaunch import Accelerator
     accelerator = Accelerator()

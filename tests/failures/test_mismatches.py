@@ -109,7 +109,7 @@ def train():
     cell.wait_for(lambda cell: "rank 2 has not arrived" in cell.shown, 180, "the report of the hang")
     kernel.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
-    assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown
+    assert "interrupted while ranks were waiting: rank 2 has called nothing since barrier" in cell.shown
 
 
 @pytest.mark.parametrize(

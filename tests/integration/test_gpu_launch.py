@@ -59,7 +59,7 @@ def test_the_first_use_of_cuda_is_named_and_needs_no_restart(fresh: Kernel) -> N
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "warning" not in text
     assert "this process has used CUDA through torch, and CUDA can't be used in a forked process" in text
-    assert "it was first used in cell 4, line 2: `torch.cuda.init()`" in text
+    assert "the device was first used in cell 4, line 2: `torch.cuda.init()`" in text
     assert "no restart" in text
 
 

@@ -195,7 +195,7 @@ fitted.module.weight.tolist(), wider.module.weight.tolist()
     )
     assert cell.value == ([[3.0, 3.0]], [[1.0, 1.0]])
     assert "changes args[1].module only in the workers" in cell.stdout
-    assert "replaces args[2].module (Linear) by other modules" in cell.stdout
+    assert "replaces args[2].module (Linear) with other modules" in cell.stdout
     assert "trained weights into args[0].module" in cell.stdout
 
 

@@ -38,7 +38,7 @@ def net() -> nn.Module:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) in the worker and (3, 2) in the kernel"),
+        ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) in the worker but (3, 2) in the kernel"),
         ({"2.weight": torch.ones(1)}, "2.weight exists only in the worker"),
         ({"1.bias": None}, "1.bias exists only in the kernel"),
         ({f"{i}.new": torch.ones(1) for i in range(9)}, "2.new exists only in the worker and 6 more"),

@@ -56,7 +56,7 @@ def test_a_node_whose_heartbeats_resume_is_kept() -> None:
     others = peers([NODES[1]])
     assert others.check(107.0) == ["node 2 (host gamma, rank 4) has sent no heartbeat for 7 s"]
     _, notes = others.update([heartbeat("c", 1)], 108.0)
-    assert notes == ["node 2 (host gamma, rank 4) sends heartbeats again, after 8 s"]
+    assert notes == ["node 2 (host gamma, rank 4) is sending heartbeats again after 8 s"]
     assert others.check(112.9) == []
     assert not others.must_end
 

@@ -352,7 +352,7 @@ def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> N
     launches[1].wait_for("step 10 ")
     launches[1].agent().kill()
     outcomes = [launch.result(SOON_S) for launch in launches]
-    assert error_of(outcomes[1]).startswith("NodeLost: the agent of this node has died; its log: ")
+    assert error_of(outcomes[1]).startswith("NodeLost: this node's agent has died; its log: ")
     assert "has sent no heartbeat" not in launches[1].output
     assert outcomes[0]["error"] == "NodeLost"
     pair.wait_until_empty()
@@ -379,7 +379,7 @@ def test_a_short_network_cut_is_survived(cable: Pair, static: Settings) -> None:
     cable.mend()
     for launch in launches:
         assert launch.result()["value"] == [2]
-        assert "sends heartbeats again, after" in launch.output
+        assert "is sending heartbeats again after" in launch.output
 
 
 @pytest.mark.thorough

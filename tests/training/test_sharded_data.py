@@ -127,7 +127,7 @@ def test_parts_that_may_be_uneven_are_named_once(tmp_path: Path) -> None:
         assert [len(texts) for texts in shown] == [int(is_named), 0]
         if is_named:
             assert shown[0][0].startswith(
-                "each rank reads its own part of the Files, and even_batches=True does not fill"
+                "each rank reads its own part of the Files, and even_batches=True does not pad"
             )
             assert "Train in `with accelerator.join_uneven_inputs" in shown[0][0]
 

@@ -424,7 +424,7 @@ def test_custom_batch_reductions_end_at_zero() -> None:
 
     with pytest.raises(RuntimeError, match=r"train .*memory"):
         find_executable_batch_size(train, 4, lambda: next(sizes))()
-    with pytest.raises(TypeError, match="passes the batch size as its first argument"):
+    with pytest.raises(TypeError, match="passes the batch size as the first argument"):
         find_executable_batch_size(lambda: None)()
 
     def fail(batch_size: int) -> None:

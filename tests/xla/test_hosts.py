@@ -85,7 +85,10 @@ HOSTS = {
     "v5e-8": Host("v5e", 8, "2,4,1", metadata=served("v5litepod-8", "2,4,1")),
     "v5e-16": Host("v5e", 4, rejected="one of 4 hosts", metadata=served("v5litepod-16", "2,2,1", FOUR_HOSTS)),
     "v5e-16 by its type": Host(
-        "v5e", 4, rejected="4 chips of a TPU slice of 16", variables={"TPU_ACCELERATOR_TYPE": "v5litepod-16"}
+        "v5e",
+        4,
+        rejected="4 of the 16 chips in a TPU slice",
+        variables={"TPU_ACCELERATOR_TYPE": "v5litepod-16"},
     ),
     "v5e-16 by its names": Host("v5e", 4, rejected="one of 4", variables={"TPU_WORKER_HOSTNAMES": "a,b,c,d"}),
     "v6e-1": Host("v6e", 1, "1,1,1", metadata=served("v6e-1", "1,1,1")),

@@ -89,7 +89,7 @@ def test_gloo_calls_on_xla_tensors_are_reported(shared: Kernel, end: str) -> Non
     shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')")
     assert cell.value == [1, 1], "it is reduced now: the note may go"
-    assert cell.stdout.count("got tensors on the XLA device for a gloo group") == 1
+    assert cell.stdout.count("was called with XLA tensors in a gloo group") == 1
 
 
 def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:

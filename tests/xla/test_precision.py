@@ -50,8 +50,8 @@ def test_the_device_uses_the_chosen_precision(probing: Kernel, arguments: str) -
     assert dtype == "torch.float32"
     says = {
         "None": None,
-        "'bf16'": "bf16: on the device float and double are bfloat16 (XLA_USE_BF16)",
-        "'bf16', True": "bf16: on the device float is bfloat16, double is float32 (XLA_DOWNCAST_BF16)",
+        "'bf16'": "bf16: on the device, float and double are bfloat16 (XLA_USE_BF16)",
+        "'bf16', True": "bf16: on the device, float is bfloat16 and double is float32 (XLA_DOWNCAST_BF16)",
     }[arguments]
     assert says is None or says in cell.stdout
     assert kind == ("Precision" if says is None else "DeviceBf16Precision")
@@ -60,7 +60,7 @@ def test_the_device_uses_the_chosen_precision(probing: Kernel, arguments: str) -
 def test_the_head_of_the_table_says_which_bf16_is_active(probing: Kernel) -> None:
     cell = probing.run("notebook_launcher(lambda: probe('bf16', True), num_processes=1, dashboard='html')")
     head = cell.displays[0].data["text/plain"]
-    assert "(xla, fork, bf16: float is bfloat16, double is float32)" in head
+    assert "(xla, fork, bf16: float is bfloat16 and double is float32)" in head
 
 
 def test_the_launchers_precision_is_the_default(probing: Kernel) -> None:

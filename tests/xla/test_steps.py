@@ -84,7 +84,7 @@ def test_a_batch_of_another_size_is_named(stepping: Kernel) -> None:
     assert total == 2 + 2
     assert "nblaunch: evaluating: 1 graph compiled in" in cell.stdout
     assert "nblaunch: evaluating step 4 compiled 1 new graph in" in cell.stdout
-    assert "its batch is 7x8, the others are 32x8" in cell.stdout
+    assert "its batch is 7x8, but the others are 32x8" in cell.stdout
     assert "even_batches=True" in cell.stdout
     assert cell.stdout.count("new graph") == 1, "once per cause"
 

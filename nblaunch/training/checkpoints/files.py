@@ -40,7 +40,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.host.files import sync_file, sync_folder
 from nblaunch.training.trusted_types import trusted_types, trusting
 
-# Names that scripts for Hugging Face Accelerate use. ``{suffix}`` is the number of a shard, or a rank.
+# Names that scripts for Hugging Face Accelerate use. ``{suffix}`` is a shard's number, or a rank.
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"
@@ -135,7 +135,7 @@ class Manifest:
     places: dict[str, dict[str, list[int | None]]] = field(default_factory=dict)
 
     def write(self, folder: Path, checksums_so_far: Mapping[str, str] | None = None) -> Manifest:
-        """Write the manifest as the last file of ``folder``; return it with sizes and checksums of the files.
+        """Write the manifest as the last file in ``folder``; return it with the files' sizes and checksums.
 
         Checksums in ``checksums_so_far`` are not computed again.
         """
@@ -159,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         version = values["version"]
         if version > _VERSION:
             raise CheckpointError(
-                f"{folder} was written by a newer nblaunch (format {version}; this version reads {_VERSION})"
+                f"{folder} was written by a newer nblaunch (format {version}; this version reads up to {_VERSION})"
             )
         if values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum differs")
@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return checksums of files in ``folder``, such as ``crc32:1a2b3c4d``. Several threads read the files."""
+    """Return checksums, such as ``crc32:1a2b3c4d``, of files in ``folder``. Several threads read the files."""
     left = deque(names)
     sums: dict[str, str] = {}
     errors: list[Exception] = []
@@ -189,7 +189,7 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
                     errors.append(error)
 
     # A pool would end only when the thread that manages it wakes up, up to 0.1 s later. An executor would reject work
-    # once the interpreter exits, while a thread may still write a checkpoint.
+    # once the interpreter is exiting, although a thread may still be writing a checkpoint.
     others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
     for thread in others:
         thread.start()
@@ -322,9 +322,9 @@ def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointErro
 #     a new folder       .name.partial/ ─────────── rename ──> name/
 #     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 #
-# The last row is a journal: once ``.committed`` exists, the new files are valid, and :func:`finish_commit` moves the
-# remaining ones up. Files in an existing folder that are not replaced stay unchanged. Only one process writes; callers
-# choose which one.
+# In the last row, ``.committed`` is a journal: once it exists, the new files are valid, and :func:`finish_commit` moves
+# the remaining ones up. Files in an existing folder that are not replaced stay unchanged. Only one process writes;
+# callers choose which one.
 
 _PARTIAL = ".partial"
 _COMMITTED = ".committed"
@@ -346,7 +346,7 @@ class Staging:
         self.folder = target / _PARTIAL if target.is_dir() else target.with_name(f".{target.name}{_PARTIAL}")
 
     def create(self) -> None:
-        """Create the empty folder; remove anything that a killed process left there."""
+        """Create an empty folder, removing anything that a killed process left there."""
         finish_commit(self.target)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -367,12 +367,12 @@ class Staging:
             sync_folder(self.target.parent)
 
     def drop(self) -> None:
-        """Remove the folder with all files in it. Does nothing after :meth:`commit`."""
+        """Remove the folder and all files in it; do nothing after :meth:`commit`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def finish_commit(target: Path) -> None:
-    """Finish an interrupted commit to an existing folder; do nothing if there is none."""
+    """Finish an interrupted commit to an existing folder; do nothing if no commit was interrupted."""
     committed = target / _COMMITTED
     if not committed.is_dir():
         return
@@ -416,7 +416,7 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of every file in a folder and its subfolders, by its relative path."""
+    """Return the size in bytes of every file in a folder and its subfolders, by relative path."""
     return {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))

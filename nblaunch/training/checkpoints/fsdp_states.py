@@ -1,4 +1,4 @@
-"""Save FSDP models and optimizers one by one, as trainers do, and merge shards of weights.
+"""Saves FSDP models and optimizers one by one, as trainers do, and merges shards of weights.
 
 If the plugin's ``state_dict_type`` is ``"FULL_STATE_DICT"``, the main process writes one file of full tensors.
 Otherwise each rank writes its shards into a folder. Names are the same as in Hugging Face Accelerate.
@@ -39,7 +39,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of a prepared model under ``output_dir``. All ranks call it.
+    """Write the weights of a prepared model under ``output_dir``. All ranks must call this.
 
     Args:
         fsdp_plugin: the plugin whose ``state_dict_type`` selects the format.
@@ -69,7 +69,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load weights that :func:`save_fsdp_model` wrote, with the same arguments. All ranks call this.
+    """Load weights that :func:`save_fsdp_model` wrote, with the same arguments. All ranks must call this.
 
     Raises:
         CheckpointError: the files are missing or damaged, or belong to another model.
@@ -111,7 +111,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load a state that :func:`save_fsdp_optimizer` wrote. All ranks call this.
+    """Load a state that :func:`save_fsdp_optimizer` wrote. All ranks must call this.
 
     Raises:
         CheckpointError: the files are missing or damaged, or belong to another optimizer.
@@ -139,7 +139,7 @@ def merge_fsdp_weights(
         checkpoint_dir: the folder with ``.metadata`` and the ranks' files, such as ``pytorch_model_fsdp_0``.
         output_path: the folder for ``model.safetensors``, or for several files and their index; created if missing.
         safe_serialization: write safetensors files; False: torch's format, in ``pytorch_model.bin``.
-        remove_checkpoint_dir: remove the shards after the full model is written.
+        remove_checkpoint_dir: remove the shards after the full model has been written.
 
     Raises:
         CheckpointError: the folder has no shards, or they are damaged.

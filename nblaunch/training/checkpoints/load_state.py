@@ -3,10 +3,10 @@
 is it intact? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
-Shards can be checked only while they are loaded. If there are load hooks, the weights can be checked only
-after the hooks have run. Otherwise, ``load_state`` checks the weights' names and shapes beforehand, but not
-their values. If a different number of ranks saved the checkpoint, random states stay unchanged, and loaders
-continue after the samples that were already read.
+Shards can be checked only while they are being loaded. If there are load hooks, the weights can be checked only after
+the hooks have run. Otherwise, ``load_state`` checks the weights' names and shapes beforehand, but not their values. If
+a different number of ranks saved the checkpoint, random states stay unchanged, and loaders continue after the samples
+that were already read.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if live.rank == 0:
-        # Finish the commit of a process that was killed while it overwrote this checkpoint.
+        # Finish the commit of a process that was killed while it was overwriting this checkpoint.
         files.finish_commit(folder)
     return folder
 
@@ -130,7 +130,9 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
     for kind in ("optimizers", "schedulers"):
         saved, here = getattr(manifest, kind), len(getattr(live.preparer, kind))
         if here > saved:
-            raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
+            raise CheckpointError(
+                f"checkpoint {folder} has too few {kind}: {saved}, but this job has prepared {here}"
+            )
     _check_custom(folder, manifest.custom, len(live.registered))
     # Each rank reads a share of the files, which puts all files into the file system's cache.
     files.check_files(folder, manifest, live.rank, live.world_size)
@@ -155,7 +157,7 @@ class _Checkpoint:
         live: the live objects.
         folder: the checkpoint's folder.
         manifest: the checkpoint's manifest; None if another tool wrote it.
-        reading: arguments of ``torch.load``.
+        reading: arguments for ``torch.load``.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class _Checkpoint:
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
-        """Return the optimizers' states, and functions that load the other states, but not the weights.
+        """Return the optimizers' states, and functions that load all other states except weights.
 
         If the strategy reads the optimizers together with the weights, the list of states is empty.
 
@@ -238,11 +240,13 @@ class _Checkpoint:
             places = {} if self.manifest is None else self.manifest.places.get(files.custom(index), {})
             saved = self._read_registered(index, entry, places)
             yield partial(registered.load, entry.obj, saved, places, live.preparer.models)
-        # Random states come last, because loading other states may draw random numbers.
+        # Random states come last, because random numbers may be drawn while other states are being loaded.
         yield self._read_random_states()
 
     def _read_registered(self, index: int, entry: Registered, places: Places) -> Any:
-        """Return the n-th registered object's state on this rank, with full tensors in ``places``."""
+        """Return the n-th registered object's state on this rank, with a full tensor at each position that ``places``
+        lists.
+        """
         path = self.folder / files.custom(index)
         # Map the file if tensors are sharded, so that each rank reads only its own part.
         mapped = {"mmap": True} if places else {}
@@ -264,12 +268,12 @@ class _Checkpoint:
         if manifest is None or not path.is_file():
             return partial(
                 warn,
-                f"checkpoint {folder} has no position for loader {index}, which therefore starts its first epoch",
+                f"checkpoint {folder} has no position for loader {index}, which therefore starts with its first epoch",
             )
         order = files.read_object(path)
         if not self.is_of_this_size and not resuming.can_continue(loader, order):
             raise CheckpointError(
-                f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
+                f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, but "
                 f"{live.world_size} processes can't continue there, because its stream is divided by the "
                 f"dataset or among the DataLoader's worker processes. Start {manifest.world_size} processes, save at "
                 "the end of an epoch, or read the stream with num_workers=0"

@@ -1,11 +1,11 @@
-"""Load weights from disk into a module: :func:`load_weights`, after :func:`check_weights`. If the module's tensor
+"""Loads weights from disk into a module: :func:`load_weights`, after :func:`check_weights`. If the module's tensor
 
 has memory        the module's ``load_state_dict`` copies the file's tensor into it
 is on meta        the file's tensor, converted and moved if necessary, replaces it without a second copy
 is quantised      the two are only compared, because quantised tensors are frozen and may not be loadable
 
-:func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models, and have the names that
-Hugging Face Accelerate gave them. Device maps that split a model need Accelerate to be installed.
+:func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models, and have the same names as
+in Hugging Face Accelerate. Device maps that split a model need Accelerate to be installed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load_checkpoint_in_model(
     change these tensors. nblaunch never does so: it creates a new file when it saves to the same path.
 
     Args:
-        model: a module, wrapped or not, filled in place.
+        model: a module, wrapped or not, which is filled in place.
         checkpoint: a weight file, an index, or a folder with one of them.
         device_map: None: tensors without memory go to the CPU; ``{"": device}``: they go to this device. Any other map
             needs Accelerate to be installed; nblaunch passes all arguments on to it.
@@ -113,7 +113,7 @@ def load_checkpoint_and_dispatch(
     """Load weights into ``model``, which may come from ``init_empty_weights``, and move it to its devices.
 
     Args:
-        model: a module, filled in place.
+        model: a module, which is filled in place.
         checkpoint: a weight file, an index, or a folder with one of them.
         device_map: None: the model stays where it is; ``{"": device}``: the whole model goes there. Any other map, such
             as ``"auto"``, splits the model and needs Accelerate to be installed.
@@ -122,7 +122,7 @@ def load_checkpoint_and_dispatch(
         dtype: convert floating point weights in the files to this type, such as ``torch.bfloat16`` or ``"bfloat16"``.
             Tensors that only the model has, such as a buffer that is not saved, keep their dtypes.
         strict: raise an error if names in the file and the model differ.
-        **others: as for :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``,
+        **others: as for :func:`load_checkpoint_in_model`, except for ``keep_in_fp32_modules`` and ``offload_8bit_bnb``,
             which Accelerate's function of the same name also lacks.
 
     Returns:
@@ -204,7 +204,9 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     state = module.state_dict()
     saved = _in_own_names(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
-    held = {views.get(name) for name in saved} - {None}  # files may have only one name of a tied tensor
+    held = {views.get(name) for name in saved} - {
+        None
+    }  # files may contain a tied tensor under only one of its names
     frozen = quantised_entries(module, state).keys()
     special = tuple(special_prefixes(module))
     wrong = [
@@ -291,7 +293,7 @@ def _describe_strangers(module: nn.Module, source: Path, saved: list[str], curre
     """Return the error message for a file and a module that have no name in common."""
     text = (
         f"{source} has no weights for the {type(module).__name__}: no name matches. The file has "
-        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model has "
+        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, but the model has "
         f"{formatting.first(current, _MAX_NAMES_SHOWN)}"
     )
     for longer, shorter, where in ((saved, current, "in the file"), (current, saved, "in the model")):
@@ -339,7 +341,7 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Replace meta tensors with tensors from ``weights``; remove those from ``weights``, and return their names."""
+    """Move tensors from ``weights`` into the module, in place of its meta tensors, and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
     made: dict[int, torch.Tensor] = {}  # id of the meta tensor, which tied names share -> its replacement
     addresses: set[int] = set()
@@ -354,7 +356,9 @@ def _fill_bare(
             else saved.to(device, to)
         )
         if filled.numel() and filled.data_ptr() in addresses:
-            filled = filled.clone()  # two names of one tensor in the files, but of two tensors in the module
+            filled = (
+                filled.clone()
+            )  # two names for one tensor in the files, but for two tensors in the module
         addresses.add(filled.data_ptr())
         is_parameter = isinstance(bare, torch.nn.Parameter)
         made[id(bare)] = torch.nn.Parameter(filled, bare.requires_grad) if is_parameter else filled

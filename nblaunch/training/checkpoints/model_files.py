@@ -32,7 +32,7 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
 from nblaunch.weights import is_sharded, versions_of, with_versions
 
-_VERSIONS = "nblaunch.versions"  # header entry of a safetensors file with the versions of modules, as JSON
+_VERSIONS = "nblaunch.versions"  # entry in a safetensors file's header: the modules' versions, as JSON
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -46,7 +46,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
         return None, 0
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # 0 if the device hides its memory, as XLA does
         return None, 0
-    # A lazily conjugated or negated view differs from its base only by a flag.
+    # A lazily conjugated or negated view differs from its base only in a flag.
     is_lazy = (tensor.is_conj(), tensor.is_neg())
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), is_lazy)
     return view, tensor.untyped_storage().data_ptr()
@@ -64,7 +64,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         obj: the object to save.
         f: a path, or an open binary file.
         save_on_each_node: save on the main process of each machine.
-        safe_serialization: use safetensors' format, for a dict of tensors.
+        safe_serialization: save a dict of tensors in safetensors' format.
 
     Raises:
         CheckpointError: ``obj`` has sharded weights.
@@ -75,7 +75,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> None:
-    """Save ``obj`` as :func:`save` does if ``is_writer`` is set; reject shards on every rank."""
+    """Save ``obj`` like :func:`save`, but only if ``is_writer`` is set; reject shards on every rank."""
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
-    """Write a state dict to one file, in the format of safetensors or of torch."""
+    """Write a state dict to one file, in the format of safetensors or torch."""
     from safetensors.torch import save_file  # imported here because most training does not need it
 
     if not safe_serialization:
@@ -110,7 +110,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return one tensor per piece of memory, and a mapping from every other name to the tensor that it shares."""
+    """Return one tensor per piece of memory, and a mapping from every other name to the name whose tensor it shares."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -123,8 +123,8 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
             )
         if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
             raise CheckpointError(
-                f"{where}: {name!r} is {formatting.kind(tensor.data)}, made of several tensors, which safetensors "
-                "files can't hold; use safe_serialization=False, or save only the adapters with save_pretrained()"
+                f"{where}: {name!r} is {formatting.kind(tensor.data)}. It consists of several tensors, so safetensors "
+                "files can't hold it; use safe_serialization=False, or save only the adapters with save_pretrained()"
             )
         view, storage = view_of(tensor)
         if view is not None and view in seen:
@@ -214,12 +214,12 @@ def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a file that :func:`save` wrote, with ``torch.load``, without executing code in it.
+    """Call ``torch.load`` on a file that :func:`save` wrote, without executing code in it.
 
     Args:
         f: a path, or an open binary file.
         map_location: the device to load tensors onto; None: the device that they were saved from.
-        **kwargs: further arguments of :func:`torch.load`. Pass ``weights_only=False`` only for files that you trust.
+        **kwargs: further arguments for :func:`torch.load`. Pass ``weights_only=False`` only for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
@@ -227,8 +227,8 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return the state dict in a file, including all names of shared tensors.
 
-    On the CPU, tensors are memory-mapped from the file. The system reads a page when it is first used, and copies it
-    when it is written to.
+    On the CPU, tensors are memory-mapped from the file. The system reads each page on first use, and copies it on the
+    first write.
     """
     try:
         if path.suffix == ".safetensors":
@@ -257,7 +257,7 @@ def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """Return the weight files of a checkpoint: a file, an index, or a folder with one of them."""
+    """Return the weight files of a checkpoint, which may be a file, an index, or a folder that contains either."""
     path = _weights_in(checkpoint)
     if not path.name.endswith(".index.json"):
         return [path]
@@ -271,7 +271,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 def _weights_in(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         return checkpoint
-    finish_commit(checkpoint)  # in case a process was killed while it wrote there
+    finish_commit(checkpoint)  # in case a process was killed while it was writing there
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     files_of_weights = [checkpoint / name for name in names if (checkpoint / name).is_file()]
     if not files_of_weights:

@@ -1,4 +1,4 @@
-"""States of registered objects in a checkpoint, such as averaged weights or a buffer of samples.
+"""States of registered objects, such as averaged weights or a sample buffer, in a checkpoint.
 
     custom_checkpoint_<i>.pkl            rank 0's state, with sharded tensors in full
     custom_checkpoint_<i>_rank<r>.pkl    rank r's state without shards, if it differs from rank 0's
@@ -6,8 +6,8 @@
 Ranks compare their states when they save together. Any number of ranks can load a state that is the same on all ranks,
 or that is sharded. If the states differ, each belongs to one rank, and only the same number of ranks can load them.
 
-Ranks do not compare the buffers of a module, because replicas keep their own batch normalisation statistics.
-Checkpoints contain rank 0's buffers, as they do for prepared models.
+Ranks do not compare a module's buffers, because replicas keep their own batch normalisation statistics. Checkpoints
+contain rank 0's buffers, as they do for prepared models.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def as_bytes(state: Any) -> bytes:
 def capture(
     registered: Sequence[Registered], rank: int, side: Coordinator | Participant | None
 ) -> tuple[dict[str, bytes], dict[str, Places]]:
-    """Return the states of registered objects that this rank writes.
+    """Return the registered objects' states that this rank writes.
 
     Args:
         registered: the objects.
@@ -134,7 +134,7 @@ def _like(state: Any, mapped: Any) -> Any:
 
 
 def _look(obj: Any, state: Any) -> str:
-    """Return a state's fingerprint, which ranks compare: a checksum of all but the shards, and their full shapes.
+    """Return a state's fingerprint, which ranks compare: a checksum of all but the shards, and the shards' full shapes.
 
     Raises:
         CheckpointError: shards are hidden in objects, where they can't be gathered.
@@ -200,7 +200,7 @@ class _Sum(pickle.Pickler):
 def _checksum(tensor: torch.Tensor) -> int:
     try:
         return checksum(tensor.cpu())
-    except (RuntimeError, TypeError, NotImplementedError):  # a sparse tensor or another layout
+    except (RuntimeError, TypeError, NotImplementedError):  # a sparse tensor, or one with another layout
         return zlib.crc32(as_bytes(tensor))
 
 
@@ -210,7 +210,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 def own_file(
     entry: Registered, index: int, manifest: Manifest | None, rank: int, world_size: int
 ) -> str | None:
-    """Return the name of the file with this rank's own state of the n-th object; None if all ranks use rank 0's.
+    """Return the name of the file with this rank's own state of object ``index``; None if all ranks use rank 0's.
 
     Raises:
         CheckpointError: a different number of ranks wrote states that differ between ranks.
@@ -225,7 +225,7 @@ def own_file(
             f"registered object {index}, {formatting.kind(entry.obj)}, had a different state on "
             f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
             f"{world_size} processes can't share these states. Start {manifest.world_size} processes, or "
-            "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"
+            "give all ranks rank 0's state: register_for_checkpointing(obj, per_rank=False)"
         )
     return files.custom(index, rank) if rank in others else None
 

@@ -1,4 +1,4 @@
-"""Save rounds: collectives without deadlines, through the process group's store, in which ranks save together.
+"""Save rounds, in which ranks save together: collectives without deadlines, through the process group's store.
 
     rank 0    opens a round ── who arrives? ── fixes present ranks and folder ── writes ──> collects reports ── outcome
     others    answer: in save_state, or in another collective ── write their own files, report ──> outcome
@@ -6,16 +6,16 @@
 Before the ranks write, they compare the states of registered objects, if rank 0 has any.
 
 Rank 0 waits until every other rank has arrived or has *passed*. A rank has passed if it has begun a collective that
-rank 0 has not begun. There, the rank waits for rank 0, so it can't reach this round. This is how nblaunch recognises
-``if accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group has also
-passed. torch's process groups count their collectives (the sequence numbers of its flight recorder). The counts include
-collectives of wrappers such as DistributedDataParallel, and collectives that scripts call themselves. They also include
-point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
+rank 0 has not begun. There, the rank is waiting for rank 0, so it can't reach this round. This is how nblaunch
+recognises ``if accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group
+has also passed. torch's process groups count their collectives (the sequence numbers in torch's flight recorder). The
+counts include collectives from wrappers such as DistributedDataParallel, and collectives that scripts call themselves.
+They also include point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
 ``main_process_only=True`` to save only on rank 0.
 
-On every other rank, a thread answers rank 0 even while the rank waits in a collective. Until rank 0 wakes it,
-the thread waits inside the store and uses no processor time. Messages are JSON with a fixed schema and are
-never executed, because any process that can reach the store may write to it.
+On every other rank, a thread answers rank 0 even while the rank is waiting in a collective. Until rank 0 wakes it, the
+thread waits inside the store and uses no processor time. Messages are JSON with a fixed schema and are never executed,
+because any process that can reach the store may write to it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between reads of the store during a round
-_IDLE_S = 0.2  # pause between reads otherwise, if a thread can't wait inside the store
-_RING_S = timedelta(days=7)  # timeout of one ``wait_for_ring``; poll(2) counts milliseconds in an int
-_STOP_S = 5.0  # timeout for the last message of a process that exits
+_IDLE_S = 0.2  # pause between reads outside rounds, if a thread can't wait inside the store
+_RING_S = timedelta(days=7)  # timeout of one ``wait_for_ring`` call; poll(2) counts milliseconds in an int
+_STOP_S = 5.0  # timeout for an exiting process's last message
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} left while it was saving"
 
 T = TypeVar("T")
@@ -55,12 +55,12 @@ Message = TypeVar("Message", "Round", "Whereabouts", "States", "Report", "SaveOu
 
 @dataclass(frozen=True)
 class Round:
-    """One save. Rank 0 announces it."""
+    """One save, which rank 0 announces."""
 
-    number: int  # counts the saves of the process group, from 1
+    number: int  # counts the process group's saves, from 1
     is_decided: bool = False  # whether ``present`` is final
     present: tuple[int, ...] = ()  # the other ranks that take part
-    folder: str = ""  # where ranks write; empty if the save has failed, see its SaveOutcome
+    folder: str = ""  # where ranks write; empty if the save has failed (see its SaveOutcome)
     target: str = ""  # the checkpoint's final folder
     iteration: int = 0  # the number in its automatic name
     compares: bool = False  # whether the ranks compare States
@@ -68,11 +68,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A rank's reply to rank 0, which asks where the rank is."""
+    """A rank's reply when rank 0 asks where the rank is."""
 
-    number: int  # the round that this answers
+    number: int  # the round that this reply is for
     is_present: bool  # the rank has called ``save_state``
-    has_left: bool  # the rank has left the process group, or its process exits
+    has_left: bool  # the rank has left the process group, or its process is exiting
     collectives: dict[str, int]  # number of collectives that it has begun, by process group
 
 
@@ -90,7 +90,7 @@ class Report:
 
     number: int
     problem: str = ""
-    is_through: bool = False  # the rank no longer waits for the outcome
+    is_through: bool = False  # the rank has stopped waiting for the outcome
     checksums: dict[str, str] = field(default_factory=dict)  # checksums of its files, by name
 
 
@@ -112,14 +112,14 @@ class _Mail:
 
     Args:
         store: the process group's store.
-        is_shared: use the process group's own connection instead.
+        is_shared: use the process group's own connection instead of a separate one.
 
     ``can_wait``: True if no other thread uses the connection, so :meth:`wait_for_ring` may be called.
     """
 
     def __init__(self, store: Any, *, is_shared: bool = False) -> None:
-        # Other threads may block a shared connection while they wait for rank 0, as NCCL does when it starts. Stores
-        # of torch 2.5 to 2.7 have no clone.
+        # Other threads may block a shared connection while they wait for rank 0, as NCCL does when it starts. Stores in
+        # torch 2.5 to 2.7 have no ``clone``.
         self.can_wait = not is_shared and hasattr(store, "clone")
         self._store = dist.PrefixStore(_PREFIX, store.clone() if self.can_wait else store)
 
@@ -130,7 +130,7 @@ class _Mail:
                 self._store.set(f"bell/{rank}", "")
 
     def wait_for_ring(self, rank: int) -> None:
-        """Wait until another rank rings for ``rank``; return immediately if one has since the last wait."""
+        """Wait until another rank rings for ``rank``; return immediately if one has rung since the last wait."""
         key = f"bell/{rank}"
         with _reaching_the_store():
             self._store.wait([key], _RING_S)
@@ -150,8 +150,8 @@ class _Mail:
             return schema.load(kind, text)
         except ValueError as error:
             raise CheckpointError(
-                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank wrote. Does another "
-                "program use this job's address?"
+                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank wrote. Is another "
+                "program using this job's address?"
             ) from error
 
 
@@ -176,7 +176,7 @@ def _wait_for(look: Callable[[], T | None]) -> T:
 
 
 class _Side:
-    """Base class of both sides: knows the process group, and the backend, which counts collectives."""
+    """Base class for both sides, with the process group, and the backend, which counts collectives."""
 
     def __init__(self, backend: Backend) -> None:
         self._group = weakref.ref(dist.group.WORLD)
@@ -204,7 +204,7 @@ def side_of(backend: Backend, rank: int) -> Any:
     if _side is None or not _side.is_current():
         before, _side = _side, Coordinator(backend) if rank == 0 else Participant(backend, rank)
         if isinstance(before, Participant):
-            before.leave()  # its thread may still wait in the previous group's store
+            before.leave()  # its thread may still be waiting in the previous group's store
     return _side
 
 
@@ -263,7 +263,7 @@ class Coordinator(_Side):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks are present, which lets them call collectives."""
+        """Whether all ranks are present, so that they can call collectives."""
         return len(self.present) == dist.get_world_size() - 1
 
     def states_of_others(self) -> dict[int, tuple[str, ...]]:
@@ -302,7 +302,7 @@ class Coordinator(_Side):
         return checksums
 
     def _report_of(self, rank: int) -> Report | None:
-        has_left = self._has_left(rank)  # asked first, because the rank may report and then leave
+        has_left = self._has_left(rank)  # checked first, because the rank may report and then leave
         report = self._mail.read(f"report/{rank}", Report)
         if report is not None and report.number == self._number:
             return report
@@ -342,14 +342,15 @@ class Participant(_Side):
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
-        self.is_complete = False  # whether all ranks are present in the last round
-        self.compares = False  # whether the ranks compare states in the last round
+        self.is_complete = False  # whether all ranks are present in the latest round
+        self.compares = False  # whether the ranks compare states in the latest round
         self._is_stopping = False
         self._problem: CheckpointError | None = None  # the error that ended the thread
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)
         self._thread.start()
-        # multiprocessing's processes skip atexit, but run finalizers. Forked children of this process skip them.
+        # multiprocessing's processes skip atexit, but run finalizers. Forked children of this process do not run this
+        # one.
         self._finalizer = Finalize(None, self.leave, exitpriority=10)
 
     @cached_property
@@ -357,7 +358,7 @@ class Participant(_Side):
         return _Mail(self._store)
 
     def arrive(self) -> Round:
-        """Wait until rank 0 has started a round with this rank, and return it."""
+        """Wait until rank 0 has started a round with this rank, and return the round."""
         self._is_present = True
         self._wake.set()
         try:
@@ -400,7 +401,7 @@ class Participant(_Side):
         return states.texts if states is not None and states.number == self._num_taken else None
 
     def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
-        """Report to rank 0 that this rank's files of round ``number`` are written, or why they are not."""
+        """Report to rank 0 that this rank's files for round ``number`` are written, or why they are not."""
         self._mail.post(f"report/{self._rank}", Report(number, problem, bool(problem), dict(checksums or {})))
 
     def outcome(self, number: int) -> SaveOutcome:
@@ -450,7 +451,7 @@ class Participant(_Side):
 
     def _answer(self) -> bool:
         """Post where this rank is if rank 0 is asking; return whether rank 0 is asking, or is about to."""
-        collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
+        collectives = _collectives_begun(self._backend)  # counted before checking whether the rank is present
         with self._lock:
             newest = self._thread_mail.read("round", Round)
             if newest is None or newest.is_decided:

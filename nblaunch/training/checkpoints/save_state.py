@@ -131,8 +131,8 @@ class Saver:
             warn(
                 f"save_state was called {who}: the other ranks have entered another collective or ended. Their "
                 "random states, and states of registered objects that differ from rank 0's, are not in the "
-                "checkpoint. To be able to continue exactly, call save_state on all ranks. To save only what the main "
-                "process has, pass main_process_only=True"
+                "checkpoint. To be able to resume exactly where training stopped, call save_state on all ranks. To "
+                "save only what the main process has, pass main_process_only=True"
             )
 
     def _open(self, target: Path) -> Staging:
@@ -191,7 +191,9 @@ class Saver:
             try:
                 files.remove_folder(path)
             except OSError as error:  # training can continue: the new checkpoint is complete
-                warn(f"total_limit={limit}, but the older checkpoint {path} could not be removed: {error}")
+                warn(
+                    f"the older checkpoint {path} exceeds total_limit={limit}, but could not be removed: {error}"
+                )
 
     # --- other ranks ---------------------------------------------------------------------------------------------
 

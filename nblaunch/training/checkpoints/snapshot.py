@@ -1,11 +1,11 @@
-"""The contents of a checkpoint, from the live objects of a process to the files in its folder.
+"""The contents of a checkpoint, from a process's live objects to the files in the checkpoint's folder.
 
     CheckpointedObjects  the live objects of one process
     Snapshot             their states, or copies of the states so that training can continue
     folder               their files; each rank writes its own
 
-States are stored as plain numbers and tensors, so reading a checkpoint executes no code from it. Only DeepSpeed
-unpickles its own files.
+States are stored as plain numbers and tensors, so reading a checkpoint executes no code from it. The exception is
+DeepSpeed, which unpickles its own files.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CheckpointedObjects:
 
     Attributes:
         registered: the registered objects.
-        save_hooks: number of a handle -> hook to call before weights are written.
-        load_hooks: number of a handle -> hook to call before weights are read.
+        save_hooks: handle number -> hook to call before weights are written.
+        load_hooks: handle number -> hook to call before weights are read.
     """
 
     def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
@@ -72,18 +72,18 @@ class CheckpointedObjects:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes common files: rank 0, or with ``save_on_each_node`` one rank per machine."""
+        """Whether this process writes common files: rank 0 does, or with ``save_on_each_node`` one rank per machine."""
         topology = self.shared.process.topology
         return (topology.local_rank if self.project.save_on_each_node else topology.rank) == 0
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which decides how models are distributed over ranks."""
+        """The strategy, which decides how models are distributed among ranks."""
         return self.preparer.strategy
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None with other precisions."""
+        """The gradient scaler for fp16; None with other precisions."""
         return self.preparer.precision.scaler
 
     def models_for_hooks(self) -> list[Any]:
@@ -101,7 +101,7 @@ class CheckpointedObjects:
         ]
         if unfit:
             raise ValueError(
-                f"objects to register need state_dict and load_state_dict, which are missing in: {'; '.join(unfit)}"
+                f"objects to register need state_dict and load_state_dict, which are missing from: {'; '.join(unfit)}"
             )
         self.registered.extend(Registered(obj, per_rank) for obj in objects)
 
@@ -122,7 +122,7 @@ class CheckpointedObjects:
 
 
 def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook; the handle removes it."""
+    """Register a hook, and return a handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -136,7 +136,7 @@ class Snapshot:
     weights: list[Mapping[str, Any]]  # weights of models that no hook saved; empty on ranks other than 0
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
-    # Copies of this rank's shards that are still to be written; None if the shards are written, or there are none.
+    # Copies of this rank's shards that are still to be written; None if they have been written, or there are none.
     shards: ShardWriter | None
 
     def write(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ def collect(
 ) -> Snapshot:
     """Return this rank's part of a checkpoint. Every rank that saves calls this.
 
-    Hooks and strategies that shard may write to ``folder``.
+    Hooks, and strategies that shard, may write to ``folder``.
 
     Args:
         live: the objects of this process.
@@ -169,7 +169,7 @@ def collect(
         side: this rank's side of the save round; None: this rank saves alone.
     """
     is_main = live.rank == 0
-    saves_models = is_main or live.strategy.holds_shards  # with shards, saving them is a collective
+    saves_models = is_main or live.strategy.holds_shards  # saving shards is a collective
     is_sharded, shards = _save_shards(live, folder, copies) if saves_models else (False, None)
     try:
         weights = [] if is_sharded else _full_weights(live)
@@ -252,7 +252,7 @@ def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any
 
 
 def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
-    """Return the states that differ between ranks: random generators and stateful loaders."""
+    """Return the states of random generators and stateful loaders, which differ between ranks."""
     # Only stateful loaders know their position in data that may differ from rank to rank.
     objects = {
         files.loader_state(index, live.rank): as_bytes(loader.state_dict())
@@ -270,8 +270,8 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
 class CpuCopies:
     """Copies nested state dicts into the same memory every time.
 
-    A first copy spends most of its time on new memory, which the system clears page by page. This object therefore
-    keeps its copies. It holds only one state of each part at a time.
+    Most of the time for a first copy is spent on new memory, which the system clears page by page. This object
+    therefore keeps its copies. It holds only one state for each part at a time.
     """
 
     def __init__(self) -> None:
@@ -295,8 +295,8 @@ class CpuCopies:
                 held = seen[view] = self._kept[path] = _copy_into(self._kept.get(path), state.detach())
             return held
         if isinstance(state, Mapping):
-            # Keep the class of a dict subclass, such as MultiStepLR's Counter. A copy of any other mapping may
-            # share its items, so make it a plain dict.
+            # Keep the class of a dict subclass, such as MultiStepLR's Counter. A copy of any other mapping may share
+            # items with the original, so make a plain dict instead.
             made = copy.copy(state) if isinstance(state, dict) else {}
             for key, value in state.items():
                 made[key] = self._copy(value, (*path, key), seen)

@@ -8,8 +8,8 @@
     data.py        loaders that were not prepared, or whose processes draw the same random numbers
     hints.py       behaviour that is often a mistake but may be intended; shown on request
 
-A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and reports
-each error once, with the ranks, the line and advice (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
+A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations from all ranks, and
+reports each error once, with the ranks, the line and advice (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
 communicate for a check, and steps without checks take no extra time. :class:`Check` is the interface of a check, with
 the points in a training loop at which it is called.
 """
@@ -28,9 +28,9 @@ Prepared = Any
 
 
 class Check(ABC):
-    """Base class of checks, each of which looks for one kind of error.
+    """Base class for checks, each of which looks for one kind of error.
 
-    In the steps that it examines, the watch calls a check's methods. In this class, they do nothing.
+    The watch calls a check's methods in the steps that it examines. In this class, the methods do nothing.
     """
 
     name: ClassVar[str]
@@ -75,9 +75,9 @@ class Check(ABC):
         judged_by: str = "itself",
         step: int | None = None,
     ) -> None:
-        """Send an observation of this rank, with the arguments of :class:`~nblaunch.events.Observation`.
+        """Send an observation from this rank, with the arguments of :class:`~nblaunch.events.Observation`.
 
-        Pass ``step`` if ranks do not step together; None: the number of steps of this rank's optimizers.
+        Pass ``step`` if ranks do not step together; None: the number of steps that this rank's optimizers have taken.
         """
         self.send(self, problem, advice, value, judged_by, step)
 

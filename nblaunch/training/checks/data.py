@@ -37,7 +37,7 @@ _NUM_COMPARED = 3  # batches in a row
 
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
-    """Return the torch loader's iterator that was read most recently; None inside a prepared loader's loop."""
+    """Return the iterator of the torch loader that was read most recently; None inside a prepared loader's loop."""
     return plain_loops().last_iterator if prepared.accumulation.loaders.innermost is None else None
 
 
@@ -48,7 +48,7 @@ def _sampler_of(iterator: Any) -> Any:
 
 
 class SameSamples(Check):
-    """Each rank reads the same samples, in the same order as the other ranks.
+    """All ranks read the same samples, in the same order.
 
     Loaders that look the same may read different data, for example a separate file or subset on each rank, so
     batches are compared. A loop may use only a part of each batch, so losses are compared as well.
@@ -80,7 +80,7 @@ class SameSamples(Check):
 
 def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
     """Add to ``digests`` a digest of the next batch that a torch loader's iterator reads."""
-    # Keep a weak reference, because the processes of the loader stop only when the iterator is gone.
+    # Keep a weak reference, because the loader's processes stop only when the iterator is gone.
     reference = weakref.ref(iterator)
 
     def read_and_digest() -> Any:
@@ -102,13 +102,13 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
 #
 #     loader process ── digests of its generators, around two batches ──> shared memory ──> check on the rank
 #
-# The check examines only indexed datasets, because processes that read an iterable dataset may draw the same numbers in
-# order to divide the samples among them.
+# The check examines only indexed datasets, because processes that read an iterable dataset may draw the same numbers to
+# divide the samples among themselves.
 
 _NUM_BATCHES = 2
 _NUM_ROWS = 64
 _MAX_LOADERS = 256
-_MAX_OBJECTS = 64  # objects of a dataset to search for generators
+_MAX_OBJECTS = 64  # number of objects in a dataset to search for generators
 _SOURCES = ("random", "numpy.random", "torch", "a generator in the dataset")
 _ROW = struct.Struct(f"qq{len(_SOURCES)}q")
 """Seed of the loader, index of the process, digest of each source."""
@@ -125,7 +125,7 @@ class EqualNoise(Check):
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         for source in self._table.find_equal():
             self.report(
-                f"processes of a DataLoader draw the same random numbers from {source}, so samples get the same noise",
+                f"a DataLoader's processes draw the same random numbers from {source}, so samples get the same noise",
                 "In worker_init_fn or at the first sample, seed the generator with get_worker_info().seed, which "
                 "differs between processes",
             )
@@ -173,7 +173,7 @@ class _Table:
 
 @functools.cache
 def _table() -> _Table:
-    """Return the table of this process; the first call installs the hooks on torch's loaders."""
+    """Return this process's table; the first call installs the hooks on torch's loaders."""
     table = _Table()
     begin, loop = dataloader._MultiProcessingDataLoaderIter.__init__, working._worker_loop
 
@@ -212,7 +212,7 @@ def _watch_fetches(table: _Table) -> None:
 
 
 def _digests(states: list[tuple[list[int], list[int]]]) -> list[int]:
-    """Return a digest for each source; 0 if some batches did not draw from it, or all drew the same numbers."""
+    """Return a digest for each source; 0 if some batches used no numbers from it, or all used the same ones."""
     digests = []
     for source in range(len(_SOURCES)):
         path = [(before[source], after[source]) for before, after in states]
@@ -233,7 +233,7 @@ def _states(dataset: Any) -> list[int]:
 
 
 def _generators_in(dataset: Any) -> Iterator[Any]:
-    """Yield the random generators in the attributes of a dataset, its transforms and inner datasets."""
+    """Yield the random generators in the attributes of a dataset, its transforms and its inner datasets."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
     if numpy is not None:

@@ -24,7 +24,7 @@ _MAX_TERMS = 64
 
 
 class LossDividedTwice(Check):
-    """The loop divides losses by the number of micro-steps, although ``accelerator.backward`` already does."""
+    """The loop divides losses by the number of micro-steps, although ``accelerator.backward`` already does so."""
 
     name = "loss_divided_twice"
     is_hint = True
@@ -60,7 +60,7 @@ def _num_terms(made_by: Any) -> int:
 
 
 class TrainModeEvaluation(Check):
-    """A loop without gradients runs a model in training mode, with dropout or batch normalisation."""
+    """A loop without gradients runs a model with dropout or batch normalisation in training mode."""
 
     name = "evaluation_in_train_mode"
     is_hint = True
@@ -93,7 +93,7 @@ class TrainModeEvaluation(Check):
 
 
 class EvalModeTraining(Check):
-    """A model is trained in evaluation mode: a loop has called ``eval()`` and never ``train()``.
+    """A model is trained in evaluation mode: a loop has called ``eval()`` but never ``train()``.
 
     A model with frozen parameters may be in evaluation mode on purpose.
     """
@@ -183,7 +183,7 @@ class MetricOfOneShare(Check):
         if metric is not None and names_rank is None and prepared.shared.num_data_ranks > 1:
             self.report(
                 f"{metric[1]!r} is shown after an evaluation without a collective: it covers only this rank's samples",
-                "Compute it from accelerator.gather_for_metrics((predictions, labels)) of all batches",
+                "Compute it from accelerator.gather_for_metrics((predictions, labels)) over all batches",
             )
 
 
@@ -251,7 +251,7 @@ class NeverStepped(Check):
                 f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, but no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
-                # Shown only if no rank steps; another check reports optimizers that step on some ranks.
+                # Shown only if no rank steps; another check reports optimizers that step on only some ranks.
                 judged_by="finally",
                 step=0,
             )

@@ -42,7 +42,7 @@ class DifferentReplicas(Check):
 
 
 class StepsOnSomeRanks(Check):
-    """Optimizers step on some ranks only, for example on the main process, and the other ranks' weights never change.
+    """Optimizers step only on some ranks, for example on the main process, so the other ranks' weights never change.
 
     Ranks may count passes differently, for example if one rank runs an additional backward pass, and they may
     accumulate gradients. The check therefore compares only two kinds of ranks: those whose weights changed in most of
@@ -65,7 +65,7 @@ class StepsOnSomeRanks(Check):
             often = seen.num_changes > _NUM_PASSES // 2
             if seen.num_passes == _NUM_PASSES and (often or not seen.num_changes):
                 self.report(
-                    f"optimizers change the {type(model.module).__name__} on some ranks only",
+                    f"optimizers change the {type(model.module).__name__} only on some ranks",
                     "Call optimizer.step() on every rank, even if only the main process saves and logs",
                     value=("changes", "often" if often else "never"),
                     judged_by="equal",
@@ -74,7 +74,7 @@ class StepsOnSomeRanks(Check):
 
 
 class Changes:
-    """Number of times that the weights of a model have changed between backward passes."""
+    """Counts how often a model's weights have changed between backward passes."""
 
     def __init__(self) -> None:
         self.num_passes = self.num_changes = 0
@@ -109,7 +109,7 @@ class DifferentStatistics(Check):
 
 
 _ADVICE_ON_WEIGHTS = (
-    "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make the same change "
+    "Load or change weights before prepare(), which sends rank 0's weights to all ranks, or make the same change "
     "on every rank"
 )
 

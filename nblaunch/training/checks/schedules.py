@@ -1,6 +1,4 @@
-"""Checks for learning rates that are zero for several steps, change without an optimizer step, or change too much in an
-epoch.
-"""
+"""Checks for learning rates that stay at zero, change without an optimizer step, or change too much in an epoch."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class ZeroLearningRate(Check):
         # Two optimizers may take turns, or a rate of 0 may freeze the layers of one of them for a while.
         if self._streaks.add(optimizer, is_zero) >= _NUM_ZERO and not self._others:
             self.report(
-                f"the learning rate of the {type(optimizer).__name__} was 0 in {_NUM_ZERO} steps, so these changed "
+                f"the learning rate of the {type(optimizer).__name__} was 0 for {_NUM_ZERO} steps, so these changed "
                 "nothing",
                 "Check the scheduler. A prepared scheduler advances by the number of ranks in each step, so its total "
                 "must count the batches of all ranks: compute the total from the length of the loader before prepare",
@@ -80,7 +78,7 @@ class ScheduledMicroSteps(Check):
 
 
 class ScheduledEpochs(Check):
-    """A prepared scheduler is stepped once per epoch, and advances by several epochs.
+    """A prepared scheduler is stepped once per epoch, but advances by several epochs.
 
     The user may have computed the schedule for that.
     """
@@ -105,7 +103,7 @@ class ScheduledEpochs(Check):
             )
             if wrapper.steps_per_call > 1 and 0 < num_calls * _MIN_STEPS <= num_steps:
                 self.report(
-                    f"the {type(wrapper.scheduler).__name__} is stepped once per epoch, and advances by "
+                    f"the {type(wrapper.scheduler).__name__} is stepped once per epoch, but advances by "
                     f"{wrapper.steps_per_call} steps each time, because a prepared scheduler advances by the number "
                     "of ranks",
                     "If the schedule counts epochs, create Accelerator(step_scheduler_with_optimizer=False), or do "

@@ -1,8 +1,8 @@
-"""Run the checks: :class:`Watch` calls them in the first steps of a training run, and in a few later ones.
+"""Runs the checks: :class:`Watch` calls them in the first steps of a training run, and in a few later ones.
 
     steps of optimizers   0 ... 9      16 ... 21      32 ... 37      64 ... 69      128 ...
 
-Between these windows, a backward pass costs one comparison of numbers, and an optimizer step costs nothing.
+Between these windows, a backward pass costs one extra comparison of numbers, and an optimizer step costs nothing extra.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Watch:
     """
 
     def __init__(self, process: ProcessContext) -> None:
-        # An Accelerator in the notebook may keep a reference to the watch after its inline launch has ended.
+        # An Accelerator in the notebook may keep a reference to the watch after an inline launch has ended.
         self._context = weakref.ref(process)
         self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
@@ -148,7 +148,7 @@ class Watch:
     def report(
         self, check: Check, problem: str, advice: str, value: Any, judged_by: str, step: int | None = None
     ) -> None:
-        """Send an observation of a check; without a launcher, warn if it needs no comparison with other ranks."""
+        """Send a check's observation; without a launcher, warn if it needs no comparison with other ranks."""
         if judged_by == "itself" and check.name in self._reported:
             return
         self._reported.add(check.name)
@@ -200,7 +200,7 @@ class Watch:
 
 
 _ended: list[Callable[[], None]] = []
-"""Functions that remove the hooks of watches that are gone. A hook can't remove itself while torch calls hooks."""
+"""Functions that remove the hooks of watches that are gone. A hook can't remove itself while torch is calling hooks."""
 
 
 def _add_hooks(watch: Watch) -> Callable[[], None]:

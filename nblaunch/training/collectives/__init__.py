@@ -1,4 +1,4 @@
-"""Collectives that operate on the values of all ranks.
+"""Collectives that operate on values from all ranks.
 
 operations.py   gather, reduce, broadcast and similar, over nested structures of tensors
 metrics.py      gather_for_metrics: gathers each sample of the dataset once

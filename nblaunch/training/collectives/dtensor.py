@@ -105,7 +105,7 @@ def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[s
 def gather(state: Any, keep: bool) -> Any:
     """Return a nested state with full tensors, on the CPU. All ranks must call it with states of the same structure.
 
-    With ``keep=False`` this rank only contributes, and gets None for each sharded tensor.
+    With ``keep=False``, this rank only contributes, and gets None for each sharded tensor.
     """
 
     def full(leaf: Any) -> Any:
@@ -121,7 +121,7 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def _exchangeable(shard: Any) -> Any:
-    """Return a shard on a device where ranks can exchange it: an offloaded shard of a GPU mesh is in host memory.
+    """Return a shard on a device where ranks can exchange it: an offloaded shard on a GPU mesh is in host memory.
 
     Ranks that share a GPU communicate over gloo, and torch 2.11 crashes when it gathers GPU tensors over gloo.
     """
@@ -156,7 +156,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
     """Return the norm of shards and full tensors, treated as one vector.
 
     This is a collective over the ranks that shard the same tensors. The norm is computed in at least single
-    precision: in 16 bits, squares of norms overflow, and sums of them are inexact.
+    precision: in 16 bits, squares of norms overflow, and their sums are inexact.
 
     Args:
         norm_type: the p of the norm; infinity for the largest element.
@@ -185,7 +185,7 @@ def summed(gradient: Any) -> Any:
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    # A rank without elements must exchange a number of the same type as the others.
+    # A rank without elements must exchange a number of the same type as the other ranks do.
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     parts = [
         tensor if tensor.dtype == dtype else torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
@@ -198,7 +198,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all shards, from the norms of this rank's shards."""
+    """Return the norm over all shards, given the norm of this rank's shards."""
     largest = norm_type == float("inf")
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate():

@@ -42,7 +42,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """Return the leaves of ``data`` in order."""
+    """Yield the leaves of ``data`` in order."""
     parts = children(data)
     if parts is None:
         yield data
@@ -52,7 +52,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Replace every tensor of ``data`` with ``function(tensor)``; other leaves are kept."""
+    """Replace every tensor in ``data`` with ``function(tensor)``; other leaves are kept."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
@@ -115,7 +115,7 @@ def send_to_device(
         tensor: tensor or nested structure.
         device: destination.
         non_blocking: copy asynchronously if memory is pinned.
-        skip_keys: keys of mappings whose values stay where they are.
+        skip_keys: mapping keys whose values stay where they are.
     """
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
@@ -145,10 +145,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def count_rows(batch: Any) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor; 0 if it has no tensor.
+    """Return the number of samples in a batch: the length of its first tensor; 0 if it has no tensor.
 
-    It is called in every step, so it tries the first leaf first: in most batches, that is the tensor. It does not test
-    whether a container is empty, because some batches have no truth value (``tensordict.TensorDict``).
+    This function is called in every step, so it tries the first leaf first, which is a tensor in most batches. It does
+    not test whether a container is empty, because some batches have no truth value (``tensordict.TensorDict``).
     """
     first = batch
     while not isinstance(first, torch.Tensor):
@@ -169,7 +169,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Raises:
         TypeError: a leaf is not a tensor.
-        RuntimeError: shapes don't fit.
+        RuntimeError: shapes don't match.
     """
     first = data[0]
     if len(data) == 1:
@@ -227,7 +227,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def listify(data: Any) -> Any:
-    """Convert tensors to lists of Python numbers; bf16, which NumPy does not support, goes through fp32."""
+    """Convert tensors to lists of Python numbers; bf16 tensors, which NumPy does not support, are also converted."""
     return map_tensors(lambda tensor: tensor.detach().tolist(), data)
 
 
@@ -243,7 +243,7 @@ class TensorInformation(Leaf):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInformation:
-        """Return the information of ``tensor``."""
+        """Return the shape and type of ``tensor``."""
         return cls(tensor.shape, tensor.dtype)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
@@ -303,7 +303,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     if kind is tuple:
         return tuple(values)
     if isinstance(data, Mapping):
-        # Some mappings iterate over rows instead of keys, such as ``tensordict.TensorDict``.
+        # Some mappings, such as ``tensordict.TensorDict``, iterate over rows instead of keys.
         keys = data.keys()
         contents = dict(zip(keys, values, strict=True))
         if kind is dict:
@@ -362,7 +362,7 @@ def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
     try:
         made = tuple.__new__(kind, values)  # the class's own __new__ may take other arguments, or change them
     except TypeError:
-        made = kind(values)  # Python rejects the above for classes of torch.return_types
+        made = kind(values)  # Python rejects the above for classes in torch.return_types
     if hasattr(data, "__dict__"):
         vars(made).update(vars(data))
     return made

@@ -6,10 +6,10 @@ these functions return their argument, except for ``reduce``, which returns a co
 its job yet joins it in its first collective.
 
 Collectives that only copy values send tensors as bytes, because process groups differ in the types they support (gloo
-has no bool), but all support bytes, and the result is exact.
+has no bool). All of them support bytes, and the result is exact.
 
-If tensors differ between ranks, gloo ends the process from C++, without an exception. Over gloo, where this is cheap,
-ranks therefore first compare digests of all shapes; on a GPU, every comparison would wait for the device. Whether they
+If tensors differ between ranks, gloo ends the process from C++, without an exception. Over gloo, ranks therefore first
+compare digests of all shapes, which is cheap there; on a GPU, every comparison would wait for the device. Whether they
 compare depends only on the process group, never on a rank's data, because a rank that has no tensor, or has it on
 another device, must take part in the same collectives as the others.
 
@@ -68,7 +68,7 @@ def rank() -> int:
 
 
 def _joins() -> bool:
-    """Return whether this process is in a process group; join its job's group if it has not joined any."""
+    """Return whether this process is in a process group; join its job's group first if it has not joined any."""
     if not is_distributed():
         here = context.current()
         # A process with a training state has already joined: if it is in no group now, it left its group or had none.
@@ -97,7 +97,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine every tensor in ``tensor`` across ranks, elementwise; see ``Accelerator.reduce``.
 
-    The default of ``reduction`` is ``"mean"`` here and ``"sum"`` in ``Accelerator.reduce``, as in Accelerate.
+    The default of ``reduction`` is ``"mean"`` here, but ``"sum"`` in ``Accelerator.reduce``, as in Accelerate.
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
@@ -153,7 +153,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def broadcast_nested(data: Any, from_process: int = 0, device: torch.device | None = None) -> Any:
     """Return rank ``from_process``'s nested data; other ranks need not know its structure.
 
-    Structure and objects are pickled. Tensors are sent as they are; receivers get them on ``device``, None: the CPU.
+    Structure and objects are pickled. Tensors are sent as they are; receivers get them on ``device``, or on the CPU if
+    it is None.
     """
     if world_size() == 1:
         return data
@@ -240,8 +241,9 @@ def _pickled(value: Any) -> torch.Tensor:
 
 
 def _unpickled(row: torch.Tensor) -> Any:
-    # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over a connection of
-    # the process group that opened when the rank joined; they are never in the store, where others could replace them.
+    # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over one of the
+    # process group's connections, which opened when the rank joined; they are never in the store, where others could
+    # replace them.
     return signing.load(bytes(row.numpy()), context.current().key)
 
 
@@ -254,7 +256,7 @@ def _wait_until_released(*tensors: torch.Tensor) -> None:
     the lock is held).
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return  # groups of devices keep tensors until the device has finished, and are destroyed without the lock
+        return  # device groups keep tensors until the device has finished, and are destroyed without the lock
     untyped: tuple[Any, ...] = tensors  # torch's stubs don't know _use_count
     deadline = time.monotonic() + _RELEASE_TIMEOUT_S
     while any(tensor._use_count() > 1 for tensor in untyped) and time.monotonic() < deadline:
@@ -281,7 +283,7 @@ def _transport_device(device: torch.device) -> torch.device:
 
 
 def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor on every rank, in rank order, as one flat tensor."""
+    """Gather the bytes of a contiguous tensor from every rank, in rank order, into one flat tensor."""
     sent = _as_bytes(tensor)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():

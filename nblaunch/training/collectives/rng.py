@@ -1,4 +1,4 @@
-"""Seed random generators, synchronise their states across ranks, and save these states in checkpoints."""
+"""Seeds random generators, synchronises their states across ranks, and saves these states in checkpoints."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
 
 def capture_states(backend: Backend) -> dict[str, Any]:
-    """Return the state of all generators of this process."""
+    """Return the states of all of this process's generators."""
     return {**capture_cpu_states(), "device": dict(backend.rng_state())}
 
 

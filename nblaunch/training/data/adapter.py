@@ -23,14 +23,14 @@ from nblaunch.training.joining import current_topology
 from nblaunch.training.shared_state import get_shared_state
 
 FINISHED = "_iterator_finished"  # torchdata's entry in every state: whether the epoch was read to its end
-ORDER = "_order"  # the entry that nblaunch adds to torchdata's
+ORDER = "_order"  # the entry that nblaunch adds to torchdata's state
 
 
 class DataLoaderStateMixin:
     """The state of a loader's current epoch, for gradient accumulation and ``gather_for_metrics``.
 
-    ``end_of_dataloader`` is True while the user's loop works on the last batch. ``remainder`` is the number of real
-    rows in the last global batch: 0 means all of them, -1 that the number is unknown. A custom loader calls
+    ``end_of_dataloader`` is True while the user's loop is working on the last batch. ``remainder`` is the number of
+    real rows in the last global batch: 0 means all of them, -1 that the number is unknown. A custom loader calls
     :meth:`begin` when an epoch begins and :meth:`end` when it ends.
     """
 
@@ -67,11 +67,11 @@ class DataLoaderStateMixin:
 
 @dataclass(frozen=True)
 class OrderStart:
-    """The states, at the start of an epoch, of the generators that may decide its order.
+    """Generator states, from the start of an epoch, that may decide the epoch's order.
 
     Args:
         generators: states of the loader's own generators.
-        of_process: states of Python's, NumPy's and torch's global generators; empty if they can't decide it.
+        of_process: states of Python's, NumPy's and torch's global generators; empty if they can't decide the order.
     """
 
     generators: list[torch.Tensor] = field(default_factory=list)
@@ -156,7 +156,7 @@ class DataLoaderAdapter(Base):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the wrapped loader; ``isinstance`` accepts both classes."""
+        """The class of the wrapped loader; ``isinstance`` accepts it and the adapter's own class."""
         base = self.__dict__.get("base_dataloader")
         return type(self) if base is None else type(base)
 
@@ -248,7 +248,7 @@ class DataLoaderAdapter(Base):
 
 
 def _progress_of(state: dict[str, Any]) -> tuple[int, bool]:
-    """Return the progress through an epoch that torchdata recorded, whether one process or several read the data.
+    """Return torchdata's record of the progress through an epoch, whether one process or several read the data.
 
     Returns:
         The number of batches that the loader yielded, and whether the dataset, or its iterator, saved its own state.
@@ -270,7 +270,7 @@ def _progress_of(state: dict[str, Any]) -> tuple[int, bool]:
 def _shuffle_buffer_size(dataset: Any) -> int | None:
     """Return the size, in rows, of the buffer in which a ``datasets`` stream shuffles; None if it has none.
 
-    The state of the stream does not include the rows in that buffer.
+    The stream's state does not include the rows in that buffer.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     while parts:

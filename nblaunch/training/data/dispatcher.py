@@ -85,7 +85,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_per_round(self) -> int:  # type: ignore[override]
-        """Number of batches that rank 0 reads for one batch of this rank."""
+        """Number of batches that rank 0 reads for each batch that this rank gets."""
         return 1 if self.split_batches else self.num_processes
 
     @property
@@ -144,7 +144,7 @@ class DataLoaderDispatcher(PreparedLoader):
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
     def _sent(self, skipped: int) -> Iterator[tuple[Any, int, bool]]:
-        """Send each round, then yield it with its number of real rows and whether it is the last one."""
+        """Send each round, then yield it, its number of real rows, and whether it is the last one."""
         rounds, is_last = self._rounds(skipped), False
         while not is_last:
             try:
@@ -253,7 +253,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return nested.concatenate(batches)
         except (RuntimeError, TypeError) as error:
             raise RuntimeError(
-                f"dispatch_batches=True joins the batches of {len(batches)} ranks, but these can't be joined: "
+                f"dispatch_batches=True joins the batches for {len(batches)} ranks, but these can't be joined: "
                 f"{error}. Make the collate_fn pad all batches to one shape, or use split_batches=True, which "
                 "divides single batches, or dispatch_batches=False."
             ) from error

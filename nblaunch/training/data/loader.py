@@ -1,4 +1,4 @@
-"""Prepared data loaders: they share the order of an epoch among ranks, report progress, and know their position.
+"""Prepared data loaders: they share an epoch's order among ranks, report progress, and know their position.
 
     rank 0 ── generator state ──> all ranks     start of an epoch: the only communication
 
@@ -66,11 +66,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         dataset, **options: as for :class:`torch.utils.data.DataLoader`.
         device: where batches go; None: they stay where they are.
         rng_types: generators to synchronise with rank 0 at the start of every epoch; None: only generators that decide
-            an order that ranks share.
-        synchronized_generator: one more generator to synchronise, in addition to the samplers' generators.
-        skip_batches: batches of this rank to leave out of the first epoch.
+            a shared order.
+        synchronized_generator: a generator to synchronise in addition to the samplers' generators.
+        skip_batches: number of this rank's batches to leave out of the first epoch.
         use_stateful_dataloader: read with torchdata.
-        _drop_last: the underlying loader drops an incomplete last batch.
+        _drop_last: whether the underlying loader drops an incomplete last batch.
         _non_blocking: copy batches to the device asynchronously.
         iteration: the first epoch to read.
         num_processes: number of ranks that share the data; None: as in the shard, or 1 without a shard.
@@ -332,7 +332,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _return_to_global_start(self) -> None:
         """Rewind the global generators to the start of a resumed epoch, if the order may come from them.
 
-        After the order is drawn, their states from the checkpoint are restored, because other code uses them
+        Once the order is drawn, the generators return to their states from the checkpoint, because other code uses them
         too.
         """
         start, self.epochs.global_start = self.epochs.global_start, {}
@@ -355,7 +355,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, length = self._rounds_behind + self.skip_batches, length_of(self)
         resumed, self.epochs.batches_behind = self.epochs.batches_behind // self.batches_per_round, 0
-        if length >= 0:  # the progress bar covers the whole epoch and starts in the middle
+        if length >= 0:  # the progress bar covers the whole epoch, but starts in the middle
             length += behind
         return shared.loops.begin(length, epoch, state, behind + resumed)
 
@@ -480,7 +480,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_whole = position == self.rounds(num_rounds)
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDataset) and (is_whole or not self.has_portable_position):
-            # Read these batches and drop them. If several processes read, only whole rounds can be dropped.
+            # Read the batches before ``position``, and drop them. If several processes read, only whole rounds can be
+            # dropped.
             rest.skip_batches += num_rounds
             return rest
         if isinstance(dataset, IterableDataset):
@@ -544,7 +545,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Rows in a global batch, over all ranks; 0 if the batch sampler doesn't know."""
+        """Rows in a global batch, over all ranks; 0 if the size is unknown."""
         sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, index_sampler_of(self)))
         size: int = next(filter(None, sizes), 0)
         return size if self.split_batches else size * self.num_processes
@@ -571,7 +572,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Whether each rank reads data itself; otherwise rank 0 reads for all."""
 
     batches_per_round = 1
-    """Number of batches that the reading process reads for one batch of this rank."""
+    """Number of batches that the reading process reads for each batch that this rank gets."""
 
     def get_sampler(self) -> Any:
         """See :func:`get_sampler`."""
@@ -593,4 +594,4 @@ def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
 
 
 class DataLoaderShard(PreparedLoader):
-    """A rank's share of a data loader, which the rank reads itself. Arguments as for :class:`PreparedLoader`."""
+    """A rank's share of a data loader, which the rank reads itself. Takes the arguments of :class:`PreparedLoader`."""

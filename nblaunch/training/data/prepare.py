@@ -1,4 +1,4 @@
-"""Turn the user's loader into a prepared one: each rank reads its share, or rank 0 reads for all ranks.
+"""Turns the user's loader into a prepared one: each rank reads its share, or rank 0 reads for all ranks.
 
 ``Accelerator.prepare`` calls :func:`shard_loader`. Users call :func:`prepare_data_loader`.
 """
@@ -81,7 +81,7 @@ def prepare_data_loader(
         dataloader: the user's loader. The prepared loader replaces it.
         device: where batches go with ``put_on_device``.
         num_processes: number of ranks that share the data; None: all ranks of the job.
-        process_index: this rank; None: the rank of the process.
+        process_index: this rank; None: the process's rank.
         put_on_device: move batches to ``device``.
         rng_types: generators to synchronise with rank 0 at the start of every epoch, in a collective; None: only the
             samplers' generators, if all ranks of the job share the data.
@@ -90,7 +90,7 @@ def prepare_data_loader(
         use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: see the same class.
 
     Raises:
-        ValueError: these arguments don't allow sharing the data; the message says why.
+        ValueError: the data can't be shared with these arguments; the message says why.
     """
     topology = current_topology()
     config = DataLoaderConfiguration(
@@ -200,11 +200,12 @@ def _division(stream: Any) -> Any:
     return vars(stream).get("_distributed") if hasattr(stream, "__dict__") else None
 
 
-# Names of attributes in which a user's dataset may keep its rank, and its number of ranks.
+# Names of attributes in which a user's dataset may keep its rank and the number of ranks.
 _RANKS = ("rank", "process_index")
 _WORLD_SIZES = ("world_size", "num_processes", "num_replicas")
 
-# Functions, attributes and environment variables by which a user's dataset may ask for them while it is read.
+# Functions, attributes and environment variables with which a user's dataset may ask for these numbers while it is
+# being read.
 _RANK_CALLS = ("get_rank", "process_index", "RANK", "LOCAL_RANK")
 _SIZE_CALLS = ("get_world_size", "num_processes", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -232,7 +233,7 @@ def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
 
 
 def _topology_asked_by(stream: Any) -> tuple[str, ...]:
-    """Return the names by which a user's methods ask for the rank and for the number of ranks; empty if not both."""
+    """Return the names with which a user's methods get the rank and the number of ranks; empty unless they get both."""
     methods = [
         method for kind in type(stream).__mro__ for method in vars(kind).values() if is_user_function(method)
     ]
@@ -284,7 +285,7 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
     if config.dispatch_batches and target.device is None:
         raise ValueError(
             "dispatch_batches=True sends batches to the device of each rank, but device_placement=False leaves "
-            "them where they are. Change one of them."
+            "them where they are. Change one of the two settings."
         )
     if config.dispatch_batches is None:
         return is_iterable and target.device is not None
@@ -356,7 +357,7 @@ def _warn_of_uneven_parts(dataset: Any, can_dispatch: bool) -> None:
     if can_dispatch:
         advice += ", or let rank 0 read for all, with DataLoaderConfiguration(dispatch_batches=True)"
     warn(
-        f"each rank reads its own part of the {type(dataset).__name__}, and even_batches=True does not fill these "
+        f"each rank reads its own part of the {type(dataset).__name__}, and even_batches=True does not pad these "
         "parts: ranks with more batches than others would wait in backward until the collective times out. "
         f"{advice}. If all ranks have the same number of batches, or stop at the same step, pass "
         "DataLoaderConfiguration(even_batches=False)."
@@ -398,5 +399,5 @@ def _own_generator() -> torch.Generator:
 def _common_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
-    # Don't draw the seed: the order must not depend on earlier draws, such as a model's initial weights.
+    # Don't draw the seed: the order must not depend on earlier draws, for example for a model's initial weights.
     return int(operations.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())

@@ -1,12 +1,12 @@
-"""Resumes in the middle of an epoch: loaders that skip the first batches, and loader positions for checkpoints.
+"""Resuming in the middle of an epoch: loaders that skip the first batches, and loader positions for checkpoints.
 
 A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
-drawn. They include the process's global generators, from which a user's sampler or stream may draw the order. Reading
-the epoch again and skipping the samples already seen yields exactly the remaining samples. An :class:`EpochPosition`
-records which samples were seen; any number of ranks can continue from it.
+drawn. They include the states of the process's global generators, from which a user's sampler or stream may draw the
+order. Reading the epoch again and skipping the samples already seen yields exactly the remaining samples. An
+:class:`EpochPosition` records which samples were seen; any number of ranks can continue from it.
 
-A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader reads
-one batch ahead of the training loop, so these generators are also one batch ahead.
+Loading a checkpoint does not reproduce the random numbers that a dataset draws from the process's global generators:
+the loader reads one batch ahead of the training loop, so these generators are also one batch ahead.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
 
     Args:
         dataloader: the loader, prepared or not. It keeps its position, and both loaders can read later epochs.
-        num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: all samples
-            before the position in the last loaded checkpoint, which a different number of ranks may have
-            saved; no samples if that checkpoint was saved between epochs. An indexed dataset does not load
+        num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: leave out all
+            samples before the position in the checkpoint that was loaded last (a different number of ranks may have
+            saved it); if that checkpoint was saved between epochs, leave out nothing. An indexed dataset does not load
             the skipped samples; a stream reads and drops them.
 
     Raises:
@@ -98,7 +98,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
     if num_batches is None and saved is not None:
         return loader.beginning_at(saved)
     if num_batches is None and loader.use_stateful_dataloader:
-        return loader  # the position in a stream may only be in the loader's own state
+        return loader  # the position in a stream may exist only in the loader's own state
     return loader.beginning_at(loader.rounds(num_batches or 0))
 
 
@@ -115,7 +115,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
         for candidate in entered
         if getattr(candidate, "epochs", None) is epochs and candidate._loop is not None
     ]
-    # Once the last batch is returned, the epoch counts as done, and the state describes the next one.
+    # Once the last batch has been returned, the epoch counts as done, and the state describes the next one.
     is_done = bool(reading) and reading[0].end_of_dataloader
     is_mid_epoch = bool(reading) and not is_done
     state = {
@@ -136,7 +136,8 @@ def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
 
 
 def restore(loader: PreparedLoader, state: dict[str, Any]) -> None:
-    """Restore the epoch of ``loader``, and the generators at its start, from the state that :func:`capture` returned.
+    """Restore the epoch of ``loader``, and the generators' states at the start of that epoch, from the state that
+    :func:`capture` returned.
 
     :func:`skip_first_batches`, or a loader that resumes by itself, then skips the first part of the epoch.
     """

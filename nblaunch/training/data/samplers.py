@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random permutation that depends only on seed and epoch, so all ranks draw the same one.
+    """A random permutation that depends only on the seed and the epoch, so all ranks draw the same one.
 
     A complete iteration ends the epoch; the next one has a different order. ``initial_seed`` is the seed of epoch 0;
     epoch ``e`` uses ``initial_seed + e``.
@@ -67,10 +67,10 @@ class SkipBatchSampler(BatchSampler):
     """A batch sampler that skips its first batches in the first iteration.
 
     Args:
-        batch_sampler: kept as ``.batch_sampler``.
+        batch_sampler: the wrapped sampler, kept as ``.batch_sampler``.
         skip_batches: number of batches to skip.
-        num_kept: number of skipped batches, from the first, to keep in ``kept``. If ``batch_sampler`` itself
-            has skipped and kept batches, its batches are kept instead, because they come first in the epoch.
+        num_kept: number of skipped batches to keep in ``kept``, counted from the first. If ``batch_sampler`` itself has
+            skipped and kept batches, its batches are kept instead, because they come first in the epoch.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0, num_kept: int = 0) -> None:
@@ -99,7 +99,8 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Skip only when the iterator is read: a DataLoader with worker processes creates two and drops the first.
+        # Skip only when the iterator is read: a DataLoader with worker processes creates two iterators and drops the
+        # first.
         skipped, self.skip_batches = self.skip_batches, 0
         batches = iter(self.batch_sampler)
         first = list(islice(batches, min(skipped, self.num_kept)))

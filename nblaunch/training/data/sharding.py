@@ -9,8 +9,8 @@ here. ``loader.py`` moves the data and synchronises the order.
 
 An :class:`EpochPosition` counts the samples that were read, so any number of ranks can continue from it:
 
-    2 ranks, batches of 3     0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10 11 ──> saved      12 samples have been read 3 ranks, batches
-    of 2                                        12 13 │ 14 15 │ 16 17 │ ...
+    2 ranks, batches of 3     0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10 11 ──> saved      12 samples have been read
+    3 ranks, batches of 2                                        12 13 │ 14 15 │ 16 17 │ ...
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class BatchSamplerShard(BatchSampler):
         if order is not None:
             # When it is exhausted, torch's RandomSampler draws one more permutation, which it does not use.
             # Draw it here too, so that the next epoch has the same order as in a single process. Reading an
-            # incomplete round exhausts the sampler. Draw before yielding that round, because the user may
-            # leave the epoch there.
+            # incomplete round exhausts the sampler. Draw before yielding that round, because the user's loop may stop
+            # there.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
@@ -170,8 +170,8 @@ class BatchSamplerShard(BatchSampler):
             yield batches[self.process_index : self.process_index + 1]
 
     def _rounds(self) -> Iterator[list[list[int]]]:
-        """Yield the batches of all ranks, round by round: P batches, or the parts of one. The last round may have fewer
-        of them.
+        """Yield the batches of all ranks, round by round: each round has P batches, or P parts of one batch. The last
+        round may have fewer.
         """
         batches, size = iter(self.batch_sampler), self.num_processes
         if not self.split_batches:

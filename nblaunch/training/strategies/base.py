@@ -1,12 +1,12 @@
 """The interface for training on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
 
-A :class:`TrainingSetup` gives a strategy the ranks, the device, the precision and the accumulation of its Accelerator.
-``prepare`` calls the strategy's methods in this order:
+A :class:`TrainingSetup` gives a strategy its Accelerator's ranks, device, precision and accumulation. ``prepare`` calls
+the strategy's methods in this order:
 
     on_prepare         with all arguments of the call
     for each model:
                        (prepare sets the precision of layers and, without ``casts_models``, of the forward pass)
-      place            moves the model to its device, unless it stays where it is
+      place            moves the model to its device, unless it must stay where it is
       setup_module     wraps or shards it
       compile
     optimizer          for each optimizer, after all models
@@ -46,11 +46,12 @@ class TrainingSetup:
     """The parts of an Accelerator that a strategy needs.
 
     Args:
-        process: the ranks, the backend and the device of this process.
-        precision: the requested precision; a strategy may adapt it, see :meth:`Strategy.adapt_precision`.
+        process: this process's ranks, backend and device.
+        precision: the requested precision; a strategy may adapt it (see :meth:`Strategy.adapt_precision`).
         accumulation: decides when gradients are synchronised and optimizers step.
-        splits_batches: whether a loader's batch is the global batch, which the ranks divide.
-        parallelism: how the ranks are divided, with its device mesh; None: the plugin decides, or all are replicas.
+        splits_batches: whether a loader's batch is the global batch, which the ranks divide among themselves.
+        parallelism: how the ranks are divided, including the device mesh; None: the plugin decides, or every rank is a
+            replica.
     """
 
     process: JoinedProcess
@@ -79,8 +80,8 @@ class ShardWriter(ABC):
 class StrategyPlugin(ABC):
     """The choice of a strategy, with its settings: ``Accelerator(strategy=plugin)``.
 
-    You can add a strategy without changing nblaunch. Write a plugin that builds it, in any module that the workers
-    can import, and pass an instance::
+    You can add a strategy without changing nblaunch. In any module that the workers can import, write a plugin that
+    builds it, and pass an instance::
 
         class Whole(StrategyPlugin):
             name = "whole"
@@ -97,7 +98,7 @@ class StrategyPlugin(ABC):
     """Name of the strategy. Checkpoints record it."""
 
     is_kept: ClassVar[bool] = False
-    """Whether later Accelerators of the process also use this plugin, if the user passes no other."""
+    """Whether later Accelerators in the process also use this plugin if the user passes no other."""
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
@@ -118,7 +119,7 @@ class StrategyPlugin(ABC):
         """Return the name of the precision that models compute in.
 
         Args:
-            asked: ``mixed_precision`` of the Accelerator; None: the user did not set it.
+            asked: the Accelerator's ``mixed_precision``; None: the user did not set it.
             backend: the device family, which may not support the precision.
 
         Raises:
@@ -164,10 +165,11 @@ class Strategy(ABC):
     """Whether a rank holds only shards of weights or optimizer states. All ranks then take part in saving them."""
 
     shard_files = ""
-    """Pattern of the checkpoint files that only rank ``{rank}`` writes and checksums. Empty: rank 0 checksums all."""
+    """Pattern for the checkpoint files that only rank ``{rank}`` writes and checksums. Empty: rank 0 checksums all."""
 
     unjoined = ""
-    """The condition under which :meth:`join_uneven_inputs` has no effect, in its warning's words: ``"with DeepSpeed"``.
+    """The condition under which :meth:`join_uneven_inputs` has no effect, as worded in the warning: ``"with
+    DeepSpeed"``.
 
     Empty: no warning.
     """
@@ -188,16 +190,17 @@ class Strategy(ABC):
         """Move the user's module to the device of this rank, before :meth:`setup_module`.
 
         Override this to do nothing if :meth:`setup_module` moves the weights piece by piece. An override must not
-        communicate: workers may move their models one after the other, and would wait for each other forever.
+        communicate: workers may move their models one after the other, and would then wait for each other forever.
 
-        ``prepare`` does not call this with ``device_placement=False``, or for a model that a device map or
-        quantisation keeps in place. It also moves models that are only evaluated, without calling this.
+        If ``device_placement=False``, ``prepare`` does not call this; nor does it for a model that a device map or
+        quantisation keeps in place. Models that are only evaluated are moved without a call to this method.
         """
         models.to_device(model, process)
 
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Return ``model`` ready for training on this rank, wrapped or not. Trained weights are equal to rank 0's.
+        """Return ``model`` ready for training on this rank, wrapped or not, with its trainable weights equal to rank
+        0's.
 
         ``prepare`` calls :meth:`place` first. It calls neither method for models that are only evaluated.
         """
@@ -206,7 +209,8 @@ class Strategy(ABC):
         """Compile a model in the strategy's own way; return None to have ``prepare`` compile it like any module.
 
         Args:
-            model: the model that :meth:`setup_module` returned; for evaluation only, the model passed to ``prepare``.
+            model: the model that :meth:`setup_module` returned; for a model that is only evaluated, the one passed to
+                ``prepare``.
             options: the compiler's settings.
         """
         return None
@@ -236,10 +240,9 @@ class Strategy(ABC):
         return nullcontext()
 
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which ``backward`` reduces gradients even if forward passes ran under
-        ``no_sync``.
+        """Return a context in which ``backward`` reduces gradients even if forward passes ran under ``no_sync``.
 
-        Does nothing if another strategy set up ``model``.
+        The context does nothing if another strategy set up ``model``.
         """
         return nullcontext()
 
@@ -249,7 +252,7 @@ class Strategy(ABC):
         """Call ``loss.backward(**options)`` on the divided loss, which ``precision`` scales if necessary.
 
         Args:
-            loss: a tensor of one element.
+            loss: a tensor with one element.
             divisor: number of micro-steps in the accumulation window.
             precision: scales losses and gradients.
             options: the keyword arguments of ``Accelerator.backward``.
@@ -257,7 +260,7 @@ class Strategy(ABC):
         part = loss / divisor if divisor > 1 else loss
         if precision.scales_gradients:
             precision.backward(part, options)
-        elif options:  # avoid a call, because this runs in every micro-step
+        elif options:  # call backward directly, not through precision, because this runs in every micro-step
             part.backward(**options)
         else:
             part.backward()
@@ -273,7 +276,7 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context manager in which ranks that have run out of data join the steps of other ranks.
+        """Return a context manager in which ranks that have run out of data join other ranks' steps.
 
         It yields an object whose attribute ``is_last`` says, once the block has ended on all ranks, whether this rank
         took all steps. It yields None if ranks without data can't join.
@@ -331,7 +334,7 @@ class Strategy(ABC):
 
 
 def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
-    """Emit a note about how much of a sharded model every rank holds. All ranks call this.
+    """Emit a note about how much of a sharded model each rank holds. All ranks call this.
 
     Args:
         name: name of the model's class.

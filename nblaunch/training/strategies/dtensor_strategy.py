@@ -1,4 +1,4 @@
-"""Tensor parallelism, and the common base of strategies whose weights are sharded as DTensors over any mesh.
+"""Tensor parallelism, and the common base for strategies whose weights are sharded as DTensors over any mesh.
 
 This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
 ``shard_files.py`` reads and writes the files. The caller decides when the files are moved to their final place in the
@@ -130,8 +130,8 @@ class _MixedGroups:
 
     torch can't update such a mixed list of parameters in one call, as it would by default on GPUs. Models
     that are only partly sharded have mixed groups, for example with tensor parallelism or
-    ``ignored_modules``. Step hooks check the groups each time, because a script may replace parameters, add
-    groups and load settings at any time before a step.
+    ``ignored_modules``. Step hooks check the groups each time, because a script may replace parameters, add groups or
+    load settings at any time before a step.
     """
 
     def __init__(self) -> None:
@@ -155,9 +155,9 @@ class _MixedGroups:
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
-    The ranks exchange their plans in a separate process group, because collectives from a background thread
-    interleave with those in the training loop differently on every rank. (torch's ``async_save`` writes one
-    state like this. Here, one thread writes several states in the same order on all ranks.)
+    The ranks exchange their plans in a separate process group, because collectives from a background thread would
+    interleave with the training loop's differently on every rank. (torch's ``async_save`` writes one state like this.
+    Here, one thread writes several states in the same order on all ranks.)
     """
 
     def __init__(
@@ -265,10 +265,10 @@ def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
 
 
 def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
-    """Sort the parameters of a state into an optimizer's own order.
+    """Sort a state's parameters into an optimizer's own order.
 
     Args:
-        state: keyed by parameter names.
+        state: the state, keyed by parameter names.
         names_here: the possible names of each parameter, by group; a parameter that layers share has several.
 
     Raises:
@@ -329,7 +329,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
-    """Return the module whose parameters the optimizer steps: one model, or a list of several."""
+    """Return the module whose parameters the optimizer steps: one model, or a list of several models."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [
         bare_module(model)
@@ -338,7 +338,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
     ]
     if not owners:
         raise CheckpointError(
-            f"the {type(inner_optimizer(optimizer)).__name__} has no parameters of a prepared model, so the names "
+            f"the {type(inner_optimizer(optimizer)).__name__} has no parameters from a prepared model, so the names "
             "of its states are unknown; prepare it together with its model"
         )
     return owners[0] if len(owners) == 1 else nn.ModuleList(owners)
@@ -346,7 +346,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
-    """Give all ranks the weights of rank 0: whole weights from rank 0 itself, shards from the ranks of its replica."""
+    """Give all ranks rank 0's weights: whole weights from rank 0 itself, shards from the ranks in its replica."""
     replicas = parallelism.data_parallel_mesh
     with waiting():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -393,7 +393,7 @@ def warn_of_unsharded(model: nn.Module) -> None:
     """Warn on rank 0 that a model is not sharded although ``tp_size`` is set."""
     if operations.rank() == 0:
         warn(
-            f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks of a tensor "
+            f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks in a tensor "
             "parallel group do the same work. Before prepare, call "
             'torch.distributed.tensor.parallel.parallelize_module(model, accelerator.torch_device_mesh["tp"], '
             'plan), or load it with from_pretrained(..., tp_plan="auto")'

@@ -1,12 +1,12 @@
-"""Parameters that the user unfroze, added, froze or removed after ``prepare`` wrapped the model in
-DistributedDataParallel.
+"""Parameters unfrozen, added, frozen or removed after ``prepare`` wrapped the model in DistributedDataParallel (DDP).
 
 DDP averages only the gradients of parameters that required them when DDP was constructed. If a layer is unfrozen, added
 or replaced later, each rank keeps its own gradients for it. :class:`LateParameters` finds such parameters before a
 forward pass, in the same way on all ranks, and averages their gradients after a backward pass that synchronises.
 
-DDP also waits for the gradients of parameters that were frozen or removed later. Until then it averages no gradient of
-the same bucket. torch raises an error only in the next forward pass, so :class:`LateParameters` raises one earlier.
+DDP also waits for the gradients of parameters that were frozen or removed later. While it waits, it averages none of
+the gradients in the same bucket. torch raises an error only in the next forward pass, so :class:`LateParameters` raises
+one earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_NAMES = 3
 
 
 class _Registrations:
-    """Counts the parameters and modules that modules of this process get and lose, from the first call to ``watch``."""
+    """Counts the parameters and modules that modules in this process gain or lose after the first call to ``watch``."""
 
     count = 0
     is_watching = False
@@ -39,7 +39,7 @@ class _Registrations:
             cls.is_watching = True
             torch_modules.register_module_parameter_registration_hook(cls._note)
             torch_modules.register_module_module_registration_hook(cls._note)
-            delete = torch.nn.Module.__delattr__  # torch has no hook for it
+            delete = torch.nn.Module.__delattr__  # torch has no hook for this
 
             def noted_delete(module: torch.nn.Module, name: str) -> None:
                 cls._note()
@@ -61,7 +61,7 @@ class LateParameters:
     """
 
     were_found = False
-    """Whether any model of this process has late parameters."""
+    """Whether any model in this process has late parameters."""
 
     def __init__(self, model: DistributedDataParallel, module: torch.nn.Module) -> None:
         _Registrations.watch()
@@ -162,7 +162,7 @@ class LateParameters:
         """Average the gradients of late parameters over ranks. This is a collective if there are any.
 
         Args:
-            is_joining: whether the loop runs in ``join_uneven_inputs``, where ranks without data join only DDP's
+            is_joining: whether the loop is running in ``join_uneven_inputs``, where ranks without data join only DDP's
                 collectives.
 
         Raises:
@@ -171,7 +171,7 @@ class LateParameters:
         if is_joining and self.parameters:
             raise RuntimeError(
                 f"{len(self.parameters)} parameters were unfrozen or added after prepare. In join_uneven_inputs, "
-                "ranks at the end of their data can't take part in averaging these gradients. Unfreeze or add "
+                "ranks that have run out of data can't take part in averaging these gradients. Unfreeze or add "
                 "parameters before prepare, or train with even_batches=True outside join_uneven_inputs"
             )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
@@ -182,17 +182,17 @@ class LateParameters:
 
 
 def learns_graph(model: DistributedDataParallel) -> bool:
-    """Return whether DDP learns a static graph in the next backward pass.
+    """Return whether DDP will learn a static graph in the next backward pass.
 
-    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). One more
-    reduction in the window does not change its averaged gradients.
+    That pass must reduce gradients, or an internal assertion in the reducer fails (torch 2.13). One more reduction in
+    the window does not change its averaged gradients.
     """
     return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 @torch.no_grad()
 def _average(group: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients of one type and device in one collective; a gradient that a rank lacks counts as zero."""
+    """Average gradients of one dtype on one device in one collective; a gradient that a rank lacks counts as zero."""
     grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in group]
     has_grad = torch.tensor([float(parameter.grad is not None) for parameter in group])
     flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -1,13 +1,13 @@
-"""Files of shards, which each rank writes and reads through torch.distributed.checkpoint.
+"""Shard files, which each rank writes and reads through torch.distributed.checkpoint.
 
     pytorch_model_fsdp_0/    the weights of the first model: .metadata, and one file per rank
     optimizer_0/             the same for the first optimizer
 
-Names and contents are the same as in Hugging Face Accelerate's checkpoints, so users can keep their checkpoints. Any
-number of ranks can load the files; each rank reads only what it needs.
+Names and contents are the same as in Hugging Face Accelerate's checkpoints, so users can keep their existing
+checkpoints. Any number of ranks can load the files; each rank reads only what it needs.
 
 torch unpickles ``.metadata`` and all values that are not tensors, such as an optimizer's settings, without checking
-their contents. This module creates only the classes that such files need, so a malicious file can't run code.
+their contents. This module allows only the classes that such files need, so a malicious file can't run code.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _METADATA = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),
 }
-"""Names that ``.metadata`` may contain, by module; types of numbers such as ``torch.float32`` are allowed as well."""
+"""Names that ``.metadata`` may contain, by module; dtypes such as ``torch.float32`` are allowed as well."""
 
 
 def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None) -> None:
     """Write this rank's shards of one nested state into ``folder``.
 
     Args:
-        group: process group of all ranks; default: the default process group.
+        group: process group with all ranks; None: the default process group.
     """
     # Imported here because most training runs never need it.
     from torch.distributed import checkpoint as dcp
@@ -78,7 +78,7 @@ def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
 def read(
     state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT, owner: object = None
 ) -> None:
-    """Read this rank's shards of a nested state from ``folder`` into its tensors.
+    """Read this rank's shards from ``folder`` into the tensors of a nested state.
 
     Args:
         problem: what may be wrong with the files, as for :func:`loading`.
@@ -108,7 +108,7 @@ def read(
 
 
 def read_metadata(folder: Path) -> Any:
-    """Return the metadata of a folder of shards: which tensors its files contain, and where.
+    """Return a shard folder's metadata: which tensors its files contain, and where.
 
     Raises:
         CheckpointError: the folder has no ``.metadata``.
@@ -137,7 +137,7 @@ class _MetadataUnpickler(_PythonUnpickler):
         if is_dtype or global_name in _METADATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
-            f"it names {module_name}.{global_name}, which the metadata of shards never needs"
+            f"it names {module_name}.{global_name}, which shard metadata never needs"
         )
 
     def load_build(self) -> None:
@@ -168,7 +168,7 @@ def _data(value: io.BytesIO, name: str, owner: object) -> Any:
 
 @contextmanager
 def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
-    """Raise CheckpointError for any error in a block that loads a file or folder of a checkpoint.
+    """Raise CheckpointError for any error in a block that loads a file or folder from a checkpoint.
 
     Args:
         problem: what may be wrong with the file, as the end of a sentence.
@@ -189,7 +189,7 @@ def _expect_no_group() -> None:
 
 
 def _errors_of_ranks(error: BaseException) -> str:
-    """Describe the failures of all ranks in one line."""
+    """Describe all ranks' failures in one line."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     lines = [
         (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"

@@ -1,4 +1,4 @@
-"""Functions that scripts import in addition to the Accelerator. No other module of ``nblaunch.training`` imports them.
+"""Functions that scripts import in addition to the Accelerator. No other module in ``nblaunch.training`` imports them.
 
 helpers.py       small functions and constants of Accelerate's utils: packages, environment variables, modules
 local_sgd.py     averages weights every few steps, instead of gradients

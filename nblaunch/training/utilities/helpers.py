@@ -1,7 +1,7 @@
 """Small functions and constants that scripts for Hugging Face Accelerate import from its ``utils``.
 
-Functions about packages look these up without importing them. They use no device except the one on which this process
-computes.
+Functions that deal with packages look them up without importing them. No function uses any device except the one on
+which this process computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.training.options import check_choice
 from nblaunch.weights import is_sharded_model
 
 # For each feature, the oldest version that has it, for comparisons in scripts.
-FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # a version in NVIDIA's images, before the release
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # a pre-release version in NVIDIA's images
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
@@ -98,7 +98,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
     Args:
         module: a module that is not sharded yet.
-        **compile_kwargs: options of :func:`torch.compile`.
+        **compile_kwargs: options for :func:`torch.compile`.
     """
     for block in repeated_blocks(module) or [module]:
         block.compile(**compile_kwargs)
@@ -112,7 +112,7 @@ _BYTES = {"bool": 1 / 8, "int2": 1 / 4, "int4": 1 / 2, "fp8": 1}
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Return the size of one element of a dtype in bytes; also accepts ``"int2"``, ``"int4"`` and ``"fp8"``.
+    """Return the size in bytes of one element of a dtype; also accept ``"int2"``, ``"int4"`` and ``"fp8"``.
 
     Raises:
         ValueError: ``dtype`` is not a dtype.
@@ -134,7 +134,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the sorted names of each tied parameter; ``kwargs`` of older callers are ignored."""
+    """Return the sorted names of each tied parameter; ``kwargs`` from older callers are ignored."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -161,12 +161,14 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         (lines if is_plain else left_out).append(f"{name}={value}\n")
     if left_out:
         shown = ", ".join(repr(line[:-1]) for line in left_out)
-        warn(f"left out, because they are empty or contain a space, a newline or one of ;<>: {shown}")
+        warn(
+            f"variables left out, because they are empty or contain a space, a newline or one of ;<>: {shown}"
+        )
     return lines
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a process listens on a TCP port of ``localhost``; if ``port`` is None, on port 29500."""
+    """Return whether a process is listening on a TCP port on ``localhost``; if ``port`` is None, on port 29500."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", DEFAULT_PORTS["static"] if port is None else port)) == 0
 
@@ -177,7 +179,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the current NVIDIA GPU computes in FP8 (compute capability 8.9); False without a GPU."""
+    """Return whether the current NVIDIA GPU computes in FP8 (compute capability 8.9 or higher); False without a GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -225,8 +227,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 def is_torch_version(operation: str, version: str) -> bool:
     """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``.
 
-    It compares the version of the package, such as ``2.6.0``, because ``torch.__version__``, such as ``2.6.0+cu124``,
-    would count as newer.
+    The function compares the package's version (for example, ``2.6.0``), because ``torch.__version__`` (for example,
+    ``2.6.0+cu124``) would count as newer.
     """
     return compare_versions("torch", operation, version)
 
@@ -269,7 +271,7 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether ``bitsandbytes`` is installed, in version ``min_version`` or newer."""
+    """Return whether ``bitsandbytes`` is installed in version ``min_version`` or newer."""
     return is_installed("bitsandbytes") and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
     )
@@ -281,7 +283,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_torch_distributed_available() -> bool:
-    """Return whether torch was built with process groups."""
+    """Return whether torch was built with support for process groups."""
     return torch.distributed.is_available()
 
 
@@ -323,7 +325,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Return whether process groups of Intel GPUs are available."""
+    """Return whether process groups for Intel GPUs are available."""
     return torch.distributed.is_backend_available("xccl")
 
 
@@ -346,7 +348,7 @@ _NO = ("n", "no", "f", "false", "off", "0")
 
 
 def patch_environment(**variables: Any) -> AbstractContextManager[None]:
-    """Set variables, with upper-case names, during the block; restore the old values even after an error."""
+    """Set variables, with upper-case names, for the block; restore the old values even after an error."""
     return env.patched({name.upper(): str(value) for name, value in variables.items()})
 
 
@@ -366,7 +368,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
     Args:
         value: ``y``, ``yes``, ``t``, ``true``, ``on``, ``1`` or ``n``, ``no``, ``f``, ``false``, ``off``, ``0``.
-        to_bool: return True and False instead.
+        to_bool: whether to return a bool instead.
 
     Raises:
         ValueError: the word means neither.
@@ -383,7 +385,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text of the variable ``key``, or ``default`` if it is not set."""
+    """Return the value of the variable ``key``, or ``default`` if it is not set."""
     return env.snapshot().get(key, str(default))
 
 
@@ -403,7 +405,7 @@ def check_os_kernel() -> None:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or tests of a class and its subclasses, to restore ``ACCELERATE_*`` variables afterwards.
+    """Decorate a function, or tests in a class and its subclasses, to restore ``ACCELERATE_*`` variables afterwards.
 
     Args:
         func_or_cls: a function, or a class whose methods named ``test...`` are decorated.

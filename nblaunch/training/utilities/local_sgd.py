@@ -1,4 +1,4 @@
-"""Averaging weights every few steps instead of gradients in every step: :class:`LocalSGD`."""
+"""Averages weights every few steps instead of gradients at every step: :class:`LocalSGD`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUCKET_BYTES = 25 << 20
 
 
 class LocalSGD:
-    """Context manager: ranks train independently, and average the weights of a model every few steps.
+    """Context manager in which ranks train independently, and average a model's weights every few steps.
 
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local:
             for batch in loader:
@@ -26,19 +26,19 @@ class LocalSGD:
                 local.step()
 
     At the end of the block, ranks average the weights again, which makes them equal on all ranks. Ranks exchange
-    fewer messages, which helps on slow networks; the result differs from training with averaged gradients. Each rank
+    fewer messages, which helps on slow networks, but the result is not the same as with averaged gradients. Each rank
     keeps its own buffers and optimizer state.
 
     Args:
         accelerator: the Accelerator that prepared ``model``.
         model: the prepared model.
-        local_sgd_steps: number of calls to :meth:`step` between two averages, at least 1. With gradient accumulation,
+        local_sgd_steps: number of calls to :meth:`step` between two averages; at least 1. With gradient accumulation,
             count batches, not optimizer steps.
-        enabled: False: change nothing, and average gradients as usual.
+        enabled: if False, change nothing, and average gradients as usual.
 
     Raises:
-        ValueError: ``local_sgd_steps`` is less than 1, ranks hold shards of models, or the device averages gradients in
-            every step, as XLA does.
+        ValueError: ``local_sgd_steps`` is less than 1, ranks hold shards of models, or the device averages gradients at
+            every step, as XLA devices do.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a batch, even in the middle of an accumulation window; average after ``local_sgd_steps``."""
+        """Count a batch, even in the middle of an accumulation window; average after ``local_sgd_steps`` batches."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
@@ -91,7 +91,7 @@ class LocalSGD:
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Yield the trained parameters in groups of limited size, each of one type and on one device."""
+    """Yield the trained parameters in groups of limited size, each with a single type and device."""
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     for _, group in groupby(trained, key=lambda parameter: (parameter.dtype, parameter.device)):
         bucket: list[torch.nn.Parameter] = []

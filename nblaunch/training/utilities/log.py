@@ -16,9 +16,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Create a ``tqdm.auto.tqdm`` bar on the main process of each machine; other processes stay silent.
 
     Args:
-        *args: arguments of tqdm.
-        main_process_only: False: show a bar in every process.
-        **kwargs: keyword arguments of tqdm.
+        *args: arguments for tqdm.
+        main_process_only: if False, show a bar in every process.
+        **kwargs: keyword arguments for tqdm.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -65,8 +65,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         kwargs.setdefault("stacklevel", 2)  # the caller's line
         msg, options = self.process(msg, kwargs)
         if in_order:
-            # In a worker, this joins the job, which is safe only here, because all ranks make this call. Their levels
-            # may differ, so a rank that does not log must still take part in every barrier.
+            # In a worker, this joins the job, which is safe only here, because all ranks make this call. Their log
+            # levels may differ, so a rank that does not log must still take part in every barrier.
             state = PartialState()
             for rank in range(state.num_processes):
                 if rank == state.process_index:
@@ -76,13 +76,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message with the rank in front, and the arguments of the call merged with the adapter's."""
+        """Return the message with the rank prepended, and the arguments of the call merged with the adapter's."""
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return f"[RANK {current_topology().rank}] {msg}", kwargs
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning as ``warning`` does, but only in the first call with the same arguments."""
+        """Log a warning as ``warning`` does, but only on the first call with the same arguments."""
         kwargs.setdefault("stacklevel", 3)
         self.log(logging.WARNING, *args, **kwargs)
 
@@ -92,7 +92,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: as for :func:`logging.getLogger`, usually ``__name__``.
-        log_level: such as ``"INFO"``; None: the variable ``ACCELERATE_LOG_LEVEL``, or else logging's own level.
+        log_level: a level such as ``"INFO"``; None: the variable ``ACCELERATE_LOG_LEVEL`` or, if it is not set,
+            logging's own level.
     """
     logger = logging.getLogger(name)
     level = log_level or env.read("ACCELERATE_LOG_LEVEL")

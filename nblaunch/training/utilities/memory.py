@@ -16,12 +16,12 @@ from nblaunch import context
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Build modules in the block with parameters on the ``meta`` device, which have a shape but no memory.
+    """Build modules in the block with parameters on the ``meta`` device, where they have a shape but no memory.
 
     Fill them with ``load_checkpoint_in_model(model, checkpoint)`` before the model is prepared.
 
     Args:
-        include_buffers: do the same for buffers, and for all other tensors created in the block.
+        include_buffers: whether to do the same for buffers, and for all other tensors created in the block.
     """
     return init_on_device("meta", include_buffers)
 
@@ -32,7 +32,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: target device.
-        include_buffers: also create buffers, and all other tensors in the block, on this device.
+        include_buffers: whether to create buffers, and all other tensors in the block, on this device too.
     """
     device = torch.device(device)
     if include_buffers:
@@ -58,7 +58,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         handle.remove()
 
 
-# Parts of the messages of allocators that raise a general error type when they run out of memory.
+# Parts of the error messages from allocators that raise a general error type when they run out of memory.
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's answer to batches that are too large for its workspace
@@ -72,7 +72,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Release memory: ``a, b = release_memory(a, b)``.
 
     Returns:
-        One None per argument, which drops the caller's references.
+        One None per argument; assigning them drops the caller's references.
     """
     count = len(objects)
     del objects
@@ -88,7 +88,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether ``exception`` means that a device, or the host, ran out of memory."""
+    """Return whether ``exception`` means that a device or the host has run out of memory."""
     if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
@@ -112,7 +112,7 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size as its first argument, which callers omit.
         starting_batch_size: the first size that the first call tries; later calls start with the size that fitted.
-        reduce_batch_size_fn: returns the next size to try; None: 90 % of the last one.
+        reduce_batch_size_fn: returns the next size to try; None: 90 % of the last size.
 
     Raises:
         TypeError: raised by a call if the caller passes the batch size, or if the function takes none.
@@ -151,6 +151,6 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         inspect.signature(function).bind_partial(0, *args)
     except TypeError as error:
         raise TypeError(
-            f"{function.__name__}: {error}. find_executable_batch_size passes the batch size as its first argument; "
+            f"{function.__name__}: {error}. find_executable_batch_size passes the batch size as the first argument; "
             "leave it out of the call"
         ) from None

@@ -3,7 +3,7 @@
 The writer first collects the tensors and NumPy arrays of a value. If two of them span overlapping memory, it writes
 this memory once, as one block, and the reader builds both on it. Views therefore stay views, in whatever order they are
 added, even if one is a tensor and the other an array. Memory that no array spans is not written, so ten elements of a
-large tensor take the space of ten elements.
+large tensor take up the space of ten elements.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FileWriter:
 
 
 class NullWriter(FileWriter):
-    """Drops all data, to test whether a value can be pickled, and to count the bytes."""
+    """Drops all data; used to test whether a value can be pickled, and to count the bytes."""
 
     def __init__(self) -> None:
         super().__init__(-1)
@@ -209,7 +209,7 @@ class Arrays:
         return number
 
     def put_now(self, key: Any, copy: Callable[[], Any], num_bytes: int) -> int:
-        """Write an array that is on a device or empty; return its number. Arguments as in :meth:`add`."""
+        """Write an array that is on a device or empty; return its number. The arguments are as in :meth:`add`."""
         if num_bytes and key not in self._written:
             self._written[key] = self._write(copy())
         self._places.append(Place(self._written[key] if num_bytes else 0, num_bytes, 0, False))

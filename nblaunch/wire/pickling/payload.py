@@ -1,19 +1,19 @@
 """Python values in a memory file: the call for fresh workers, and the workers' results.
 
     offset 0   header: place and length of the pickles, number of buffers in the table
-    64 ...     large buffers and tensors of devices, raw, 64-byte aligned, each written when the pickler reaches it
+    64 ...     large buffers and tensors on devices, raw, 64-byte aligned, each written when the pickler reaches it
     then       tensors on the CPU and NumPy arrays, as blocks that preserve their overlap in memory
     then       two pickles: descriptions of tensors and arrays; the value (cloudpickle: functions and classes of
                ``__main__`` by value). Then the table of buffers
     then       if the file has a name, the signature of header, pickles and table, the only parts that can run code
-    then       the next value of the file, if there is one: its header, and so on
+    then       the next value in the file, if there is one: its header, and so on
 
 No data passes through a pipe, so no process waits for another. The reader either builds objects on the file's pages,
 mapped privately (:func:`load_mapped`), or copies them into its own memory (:func:`load_copied`). Tensors arrive on the
 CPU.
 
-Objects of the notebook: functions and classes of ``__main__`` go to a fresh interpreter by value, because it has no
-cells. They become members of its ``__main__``, so that names in its own pickles (checkpoints, tasks of a process pool)
+Objects from the notebook: functions and classes of ``__main__`` go to a fresh interpreter by value, because it has no
+cells. They become members of its ``__main__``, so that names in its own pickles (checkpoints, tasks for a process pool)
 are found. They return to the kernel by *reference*: an exception class or a result class from a cell must arrive as
 that same class, or ``except MyError`` would not catch it.
 """
@@ -62,12 +62,12 @@ class Damaged(ValueError):
 
 
 class NotebookPickler(cloudpickle.CloudPickler):
-    """cloudpickle's pickler, which sends members of ``__main__`` by value or by reference.
+    """cloudpickle's pickler, extended to send members of ``__main__`` by value or by reference.
 
     Args:
         stream: where to write.
-        main_by_reference: refer by name to functions and classes of this process's ``__main__``; False = copy them into
-            the ``__main__`` of the reading process.
+        main_by_reference: True = refer by name to functions and classes of this process's ``__main__``; False = copy
+            them into the ``__main__`` of the reading process.
         options: options for the pickler.
     """
 
@@ -122,7 +122,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
 
 
 def _is_on_device(obj: Any) -> bool:
-    """Return whether ``obj`` is a tensor that would open a device when read; a parameter is pickled by its data."""
+    """Return whether ``obj`` is a tensor that would open a device when read; a parameter is pickled via its data."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or isinstance(obj, torch.nn.Parameter):
         return False
@@ -257,14 +257,14 @@ class PayloadWriter:
         Args:
             value: the value to write.
             main_by_reference: as in :class:`NotebookPickler`.
-            tests: ``id`` of a tensor -> a function that returns whether the reader already has its values, on the CPU.
-                If so, an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
+            tests: ``id`` of a tensor -> a function that takes its CPU copy and returns whether the reader already has
+                these values. If so, an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
             key: key to sign it with (``wire/signing.py``); b"" = unsigned.
 
         Raises:
             Exception: pickling raised it; :func:`nblaunch.wire.pickling.pickle_errors.unpicklable_parts` finds the
                 part. Other values can still be appended.
-            OSError, MemoryError: memory or disk is full. The file is truncated to its previous end.
+            OSError, MemoryError: the memory or the disk is full. The file is truncated to its previous end.
         """
         end, regions = self._writer.end, dict(self._regions)
         try:
@@ -320,7 +320,7 @@ def load_mapped_with_address(fd: int) -> tuple[Any, int]:
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
-    """Read the value at ``at`` into its own memory, for values that are kept; the file may be much larger."""
+    """Read the value at ``at`` into its own memory, for values that are kept, because the file may be much larger."""
     return _read(CopiedFile(fd), at)
 
 
@@ -530,7 +530,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors and arrays on parts of the file, each written object only once, so that tied tensors stay tied."""
+    """Builds tensors and arrays on parts of the file; each object is built only once, so tied tensors stay tied."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from nblaunch.wire.pickling.reductions import PicklingError
 
 _FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
 _NAMESPACES = ("argparse", "collections", "types")
-"""Modules of the standard library whose classes hold attributes and items that users choose."""
+"""Standard library modules whose classes hold attributes and items that users choose."""
 
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
@@ -43,7 +43,7 @@ class UnpicklablePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Unpicklable:
-    """Replaces a part of a result that could not be sent. ``description`` is its ``repr``, ``why`` the error."""
+    """Replaces a part of a result that could not be sent. ``description`` is its ``repr``, and ``why`` is the error."""
 
     description: str
     why: str
@@ -58,7 +58,7 @@ def unpicklable_parts(value: Any, name: str) -> list[UnpicklablePart]:
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[UnpicklablePart]:
-    """Return those variables of a call that can't be pickled: arguments, closure variables and globals."""
+    """Return the variables in a call that can't be pickled: arguments, closure variables and globals."""
     parts: list[UnpicklablePart] = []
     for name, value in _variables(function, args):
         parts += unpicklable_parts(value, name)
@@ -143,7 +143,7 @@ def _package_of(value: Any) -> str:
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Return everything that is sent with a call, by its name in the user's code."""
+    """Yield everything that is sent with a call, with its name in the user's code."""
     while isinstance(function, functools.partial):
         yield from function.keywords.items()
         function, args = function.func, (*function.args, *args)

@@ -4,19 +4,19 @@ Some belong to the kernel's process. A fresh process creates them again, with th
 
 compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold state of a
                      thread; the fresh process finds the compiled code in inductor's cache on disk
-executors            pools of threads and of processes, both of which start with the first task
+executors            thread pools and process pools, which start with their first task
 data loaders         without the iterator and processes that ``persistent_workers`` keeps
 TorchScript          compiled and traced modules and functions, in torch's own file format
 
 The memory of a tensor (``UntypedStorage``) is sent as a tensor of bytes, because torch can't read its own file of it.
 
-Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
-file in the fresh process; queues and locks that processes share contain connections and semaphores.
+Others are rejected with a reason: a connection would arrive as a descriptor number, which belongs to another file in
+the fresh process; queues and locks that processes share contain connections and semaphores.
 
-Some classes claim a module that does not contain them, such as pytest's ``Skipped``, which claims ``builtins``.
-cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` clause matches, and
-whose ``super().__init__`` fails. Here, such classes are pickled by reference to a module that holds the class under its
-name, as pickle does for functions without a module.
+Some classes name a module that does not contain them; for example, pytest's ``Skipped`` names ``builtins``. cloudpickle
+copies such a class. An object that a worker sends back then has, in the kernel, a copy of its class, which no
+``except`` clause for the original matches, and whose ``super().__init__`` fails. Here, such a class is pickled by
+reference to a module that holds it under its name, as pickle does for functions without a module.
 """
 
 from __future__ import annotations
@@ -152,12 +152,16 @@ def _of_script(script: Any) -> Reduction:
 def _load_script(data: bytes) -> Any:
     torch = importlib.import_module("torch")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the user's own use of TorchScript has caused it
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the user's own use of TorchScript has caused this warning
         return torch.jit.load(io.BytesIO(data), map_location="cpu")
 
 
 def _of_hidden_class(cls: type) -> Reduction | None:
-    """Return how to pickle a class by the module that holds it; None if its ``__module__`` does, or no module does."""
+    """Return how to pickle a class by reference to the module that holds it; None if that is its ``__module__``, or if
+    no module holds it.
+    """
     if not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
         return None
     name = cls.__qualname__
@@ -188,7 +192,7 @@ def of_named_object(obj: Any, main: Any, dispatch_table: Mapping[type, Callable[
         return reduced
     try:
         object.__new__(kind)
-    except TypeError:  # a class that is written in C
+    except TypeError:  # a class written in C
         raise PicklingError(f"only forked workers can inherit objects of type {kind.__name__}") from None
     names = [*getattr(obj, "__dict__", ()), *copyreg._slotnames(kind)]  # type: ignore[attr-defined]
     attributes = {name: getattr(obj, name) for name in names if hasattr(obj, name)}
@@ -238,6 +242,6 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("multiprocessing.synchronize", "SemLock", _reject("a multiprocessing lock or semaphore")),
     ("multiprocessing.synchronize", "Condition", _reject("a multiprocessing condition")),
     ("multiprocessing.synchronize", "Event", _reject("a multiprocessing event")),
-    ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared value of multiprocessing")),
+    ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared multiprocessing value")),
 )
 """Module, class, and how to pickle objects of the class."""

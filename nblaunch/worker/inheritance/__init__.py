@@ -1,4 +1,4 @@
-"""The state that a worker inherits from the kernel, and how it is treated.
+"""The state that a worker inherits from the kernel, and what happens to it.
 
 The tables in ``docs/what-a-worker-inherits.md`` list every kind of state and say what a worker gets under
 each start method. Each row has a contract test.
@@ -14,21 +14,21 @@ pools.py          recreates pools of the standard library and joblib, and restar
 tracker_runs.py   connects workers to the kernel's runs of MLflow, wandb, trackio and TensorBoard; reports what Comet's
                   and optuna's would lose
 connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; reports
-                  reads of several ranks from one pipe to a process of the kernel; finds the kernel's Ray cluster
+                  reads by several ranks from one pipe to a child of the kernel; finds the kernel's Ray cluster
 files.py          files that the kernel has open, with positions.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 
-A fresh process gets the call, and makes the changes that cells have made (``SentChange``) once it has imported the
+A fresh process gets the call, and repeats the changes that cells have made (``SentChange``) once it has imported the
 changed module:
 
-sent_changes.py   one change of a module
+sent_changes.py   one change to a module
 settings.py       settings of Python, torch and other libraries
 message_settings.py  warning filters and logger settings
 cell_assignments.py  attributes of modules that cells have changed; with
                   cell_text.py       reads from the text of a cell what the cell may have changed
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules
-fresh_processes.py  modules that a fresh process would not find, and variables that only text names
+fresh_processes.py  modules that a fresh process would not find, and variables that only strings name
 
 Every worker:
 

@@ -1,7 +1,7 @@
 """The user's functions and classes that a call may reach, and the variables that their code names and assigns.
 
-The search covers functions, methods and classes of the notebook and of the user's modules that a function
-names or gets as arguments, and hooks on torch modules.
+The search covers functions, methods and classes that a function names or gets as arguments, if the notebook or the
+user's modules define them, and hooks on torch modules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reached_by(values: Iterable[Any], limit: int = _MAX_REACHED) -> Iterator[Fun
     """Yield the user's functions and classes among ``values``, and those that they may call.
 
     Args:
-        values: functions, classes, and other values, whose classes are meant.
+        values: functions, classes, and other values, which stand for their classes.
         limit: maximum number of functions and classes.
     """
     pending = list(values)
@@ -63,7 +63,7 @@ def reached_by(values: Iterable[Any], limit: int = _MAX_REACHED) -> Iterator[Fun
                 yield each
                 num_reached += 1
                 pending.extend(_used_by(each))
-            elif isinstance(each, FunctionType):  # perhaps a library's decorator has created it
+            elif isinstance(each, FunctionType):  # a library's decorator may have created it
                 pending.extend(map(content_of, each.__closure__ or ()))
 
 
@@ -77,10 +77,10 @@ def _used_by(definition: FunctionType | type) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def assignments_in(code: CodeType) -> frozenset[tuple[str, str]]:
-    """Return the operations that assign attributes and variables defined elsewhere, and the names of these.
+    """Return the operations that assign attributes and variables defined elsewhere, and the assigned names.
 
-    Code of nested functions is included. A nested function names the variables of the outer one among its free
-    variables. An attribute with which the code counts also has the operation :data:`COUNT`, and a variable
+    Code of nested functions is included. The outer function's variables are free variables of the nested function. An
+    attribute that the code uses as a counter also has the operation :data:`COUNT`, and a variable
     :data:`COUNT_VARIABLE`.
     """
     assigned: set[tuple[str, str]] = set()
@@ -134,7 +134,7 @@ def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     is_wrapper = _is_wrapper(function)
     for name, value in captured_variables(function):
         if is_wrapper and issubclass(type(value), dict) and name in function.__code__.co_freevars:
-            continue  # the decorator's own, such as the values that it has computed
+            continue  # the decorator's own dictionary, such as a cache of computed values
         yield full_name(function, name), value
         yield from _members(name, value, names, _MAX_MODULES)
 
@@ -165,13 +165,13 @@ def _is_users_module(value: Any) -> bool:
 
 
 def full_name(function: FunctionType, name: str) -> str:
-    """Return a variable's name, after the module's name if it is global to one of the user's modules."""
+    """Return a variable's name, preceded by the module's name if it is a global variable of a user's module."""
     is_closure = name in function.__code__.co_freevars
     return name if is_closure or function.__module__ == "__main__" else f"{function.__module__}.{name}"
 
 
 def _is_wrapper(function: FunctionType) -> bool:
-    """Return whether a decorator has created this function to call one that is defined elsewhere."""
+    """Return whether a decorator has created this function to call another that is defined elsewhere."""
     scope = function.__qualname__.rpartition(".")[0]
     return any(
         issubclass(type(value), FunctionType) and not value.__qualname__.startswith(f"{scope}.")
@@ -180,7 +180,7 @@ def _is_wrapper(function: FunctionType) -> bool:
 
 
 def _hooks(value: Any) -> Iterator[Any]:
-    """Yield the hooks of a module, if it is one."""
+    """Yield the hooks on ``value`` if it is a torch module."""
     if packages.is_subclass(type(value), "torch.nn.Module"):
         for part in value.modules():
             for hooks in (part._forward_pre_hooks, part._forward_hooks, part._backward_hooks):

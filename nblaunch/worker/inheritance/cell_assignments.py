@@ -12,9 +12,9 @@ A forked worker has the kernel's modules. A fresh process imports them, and woul
 values. The text of the cells shows what they have changed; the values are read from the modules at launch.
 
 If a cell calls code in the user's modules, this code may change the global variables that it names. The
-current values of all these variables are sent. For an unchanged variable this makes no difference, because a
-worker would create an equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``,
-is not sent, because each worker computes its own.
+current values of all these variables are sent. For an unchanged variable, this makes no difference, because a worker
+would create an equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``, is not sent,
+because each worker computes its own.
 
 Plain values are sent (``plain_values.py``). A note names other values that a cell has assigned.
 """
@@ -41,7 +41,7 @@ from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeabl
 from nblaunch.worker.inheritance.sent_changes import Place, SentChange
 
 MAX_BYTES = 1 << 20
-"""Larger values are named instead, because every worker would load them, even if its function does not use them."""
+"""Larger values are only named in a note, because every worker would load them even if it did not use them."""
 
 _MAX_REACHED = 2000
 """Maximum number of functions and classes that are followed."""
@@ -61,8 +61,8 @@ class _StateOfThread(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[SentChange], list[str]]:
-    """Return the attributes that cells have changed, with current values, and messages about changes that can't be
-    sent.
+    """Return the attributes that cells have changed, with their current values, and messages about changes that can't
+    be sent.
 
     Args:
         sources: the text of the cells.
@@ -100,7 +100,7 @@ _DEFAULT = object()
 
 
 class _NotPlain(Exception):
-    """A value can't be replaced by a copy; the message says what it is."""
+    """A value can't be replaced by a copy; the message describes the value."""
 
 
 def _content(value: Any) -> Any:
@@ -254,7 +254,7 @@ class _Search:
                 self.changed.add(Place(name, attribute))
 
     def _follow_calls(self, values: Iterable[Any]) -> None:
-        """Add what may have been changed by code that calls with these values can reach."""
+        """Add what the code that these values lead to may have changed."""
         values = list(values)
         self._add_objects(values)
         for reached in called_code.reached_by(values, _MAX_REACHED):
@@ -264,7 +264,7 @@ class _Search:
                 self._add_variables(reached)
 
     def _add_objects(self, values: Iterable[Any]) -> None:
-        """Add the values that a module has created, and the objects whose methods are values."""
+        """Add those values that a module has created, and the objects whose methods are among the values."""
         for value in values:
             for each in (value, value.__self__ if type(value) is MethodType else None):
                 if id(each) in self._homes:

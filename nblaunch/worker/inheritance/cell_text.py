@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
 Path = tuple[str, ...]
-"""The names of an expression such as ``a.b.c``."""
+"""The names in an expression such as ``a.b.c``."""
 
 _CHANGES = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"),
@@ -40,9 +40,10 @@ class CellText(NamedTuple):
     """The expressions in a cell that may change the objects that they name.
 
     Args:
-        assigned: paths of attributes that the cell assigns or deletes, and whether it changes their content instead.
+        assigned: paths of attributes that the cell assigns, deletes or modifies, each with whether only its content
+            changes.
         used: paths of functions that the cell calls, of their arguments, and of decorators.
-        for_effect: paths of functions that the cell calls without using the value.
+        for_effect: paths of functions that the cell calls without using their return values.
         named: attributes that the cell names in strings.
     """
 
@@ -140,7 +141,7 @@ def _named(node: ast.Call) -> Iterator[Named]:
 
 
 def statements(text: str) -> Iterator[tuple[ast.stmt, tuple[Condition, ...]]]:
-    """Yield the statements of a cell with their conditions, but without those in functions and loops."""
+    """Yield a cell's statements, except for statements in functions and loops, with their conditions."""
     pending: list[tuple[ast.stmt, tuple[Condition, ...]]]
     try:
         pending = [(statement, ()) for statement in ast.parse(text).body[::-1]]
@@ -167,7 +168,7 @@ class Condition(NamedTuple):
     value: bool
 
     def excludes(self) -> bool:
-        """Return whether the statement can't have run, assuming that the variables still have their values.
+        """Return whether the statement can't have run, assuming that the variables have not changed since.
 
         Only constants and variables are evaluated, because the statement below ``if "mine" not in registry:`` may have
         changed that condition.
@@ -193,7 +194,7 @@ def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:
 def values_on(path: Path) -> list[Any]:
     """Return the value of each part of a path that starts in the notebook, up to the first part that does not exist.
 
-    No property is called.
+    Properties are not evaluated.
     """
     names = vars(sys.modules["__main__"])
     if not path or path[0] not in names:

@@ -1,10 +1,11 @@
 """Connections and pipes that the kernel has open when it forks workers.
 
-A fork copies the descriptor of a connection. All ranks then write requests into one stream, and each byte of a reply
-reaches only one of them, so a rank may get the reply to another rank's request.
+A fork copies a connection's descriptor. All ranks then write requests into one stream, and each byte of a reply reaches
+only one of them, so a rank may get the reply to another rank's request.
 
 HTTP clients and log handlers keep connections open for later requests. Each rank opens its own instead, whatever
-program is at the other end. If a rank used an encrypted connection of the kernel, the kernel's next request would fail.
+program is at the other end. If a rank used one of the kernel's encrypted connections, the kernel's next request would
+fail.
 
 The first rank of this machine keeps the kernel's other connections, such as those to databases. To the other
 ranks, these connections look as if the other side had closed them. Clients with connection pools then
@@ -15,12 +16,12 @@ expect several processes to write to them, such as experiment trackers. Connecti
 kernel also stay shared.
 
 Pipes to processes that the kernel has started, such as environments for reinforcement learning, also stay shared. Each
-rank reports the first pipe of this kind that it reads from. The launcher warns if all ranks read from the same one.
-Pipes in one direction are left out: queues use them, with a lock, and several readers are their purpose.
+rank reports the first pipe of this kind that it reads from. The launcher warns if all ranks read from the same pipe.
+One-way pipes are left out: queues use them with a lock, and they are meant to have several readers.
 
-Ray's connections, and the gRPC threads inside its libraries, belong to one process. A fork that uses them crashes the
-kernel, or the machine-wide daemon. A connected process therefore never forks workers; fresh workers connect to the
-kernel's cluster themselves. Nothing here imports Ray.
+Ray's connections, and the gRPC threads inside its libraries, belong to one process. A forked process that uses them
+crashes the kernel, or the machine-wide daemon. A connected process therefore never forks workers; fresh workers connect
+to the kernel's cluster themselves. Nothing here imports Ray.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PIPE_CHECK = "shared_pipe"
 _MAX_NAMED = 3
 _RAY_ADDRESS = "RAY_ADDRESS"
 _CAN_ONLY = "can only"
-"""Beginning of the assertions of ``multiprocessing.Process`` in a process that has not started it."""
+"""Beginning of the assertion messages from a ``multiprocessing.Process`` in a process that did not start it."""
 
 _ABOUT_CONNECTIONS = re.compile(r"connect|socket|server|pipe|\bEOF\b|closed|terminat", re.IGNORECASE)
 
@@ -182,7 +183,7 @@ def _report(pipe: Identity) -> None:
         PIPE_CHECK,
         "all ranks read from one pipe to a process that a cell has started, so a rank may get the reply to another "
         "rank's request",
-        "Create the object that owns the process inside the function, such as a SubprocVecEnv or ParallelEnv, so that "
+        "Inside the function, create the object that owns the process, such as a SubprocVecEnv or ParallelEnv, so that "
         "each rank has its own",
         innermost_user_frame(),
         value=pipe,

@@ -47,12 +47,12 @@ _SHARED = (
     "function reads {them}, open {them} inside the function"
 )
 _TORN = (
-    "{ranks} write to {name}, which a cell opened, so their output can mix. Open a file per rank inside the "
+    "{ranks} write to {name}, which a cell opened, so their output may be interleaved. Open a file per rank inside the "
     "function, or write on one rank"
 )
 _OVERWRITTEN = (
     "{ranks} write to {name}, which a cell opened for reading and writing. Each rank writes at its own position "
-    "and may overwrite the output of another rank. Open a file per rank inside the function, or write on one rank"
+    "and may overwrite another rank's output. Open a file per rank inside the function, or write on one rank"
 )
 
 
@@ -102,10 +102,11 @@ class KernelFiles:
         _drop_c_buffers([*(fd for fd in fds if self._written[fd].is_open), *self._streams])
 
     def watch(self, rank: int, locks: WorkerLocks, warn: Callable[[str], None]) -> None:
-        """Detect a worker's writes that damage files; raise an error if the kernel holds a part of the file in memory.
+        """Detect writes by this worker that may damage files; reject writes to files that the kernel keeps partly in
+        memory.
 
         Args:
-            rank: rank of the worker.
+            rank: the worker's rank.
             locks: locks that the workers share.
             warn: receives sentences for the user.
         """
@@ -132,7 +133,7 @@ class KernelFiles:
                     self._warn(str(error))
 
     def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
-        """Record that ``rank`` writes to a file; return all ranks that do so if this must be reported, else []."""
+        """Record that ``rank`` writes to a file; return all ranks that write to it if a report is due, otherwise []."""
         assert self._marks is not None
         last = len(self._ranks)
         marks = memoryview(self._marks)[index * (last + 1) : (index + 1) * (last + 1)]
@@ -150,7 +151,7 @@ class KernelFiles:
 
         @packages.replaces(
             module, "_worker_loop"
-        )  # keeps the name, by which a fresh process finds the original
+        )  # keeps the name, because a fresh process looks up the original by name
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
             positions.renew(OpenDescriptors.of_this_process(self._left_out).files)
             loop(*args, **kwargs)
@@ -164,7 +165,7 @@ def _write(
     warn: Callable[[str], None],
     data: Any,
 ) -> Any:
-    """Stand in for ``raw.write`` up to the first write that may damage another rank's output."""
+    """Stand in for ``raw.write`` until the first write that may damage another rank's output."""
     has_own_position = file.can_be_read and not file.flags & os.O_APPEND
     if has_own_position or bytes(memoryview(data).cast("B")[-1:]) != b"\n":  # whole lines stay whole
         vars(raw).pop("write", None)
@@ -181,7 +182,7 @@ def _standard_outputs() -> set[int]:
 
 
 def _history() -> str:
-    """Return the path of IPython's history database, which only a thread of the kernel uses; empty if there is none."""
+    """Return the path of IPython's history database, which only a kernel thread uses; empty if there is none."""
     path = getattr(getattr(ipython_shell(), "history_manager", None), "hist_file", None)
     return os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
 
@@ -197,21 +198,21 @@ def _identities_of(path: str) -> frozenset[Identity]:
 def _without_journals(files: Iterable[OpenFile], database: str) -> list[OpenFile]:
     """Return ``files`` without the journals of ``database``, which SQLite creates for a change and then removes.
 
-    IPython writes its history when a cell starts, so nearly every launch would find a file that it has not seen before
-    and search the heap for its file object.
+    IPython writes its history when a cell starts, so nearly every launch would otherwise find a file that it has not
+    seen before and search the heap for the file object.
     """
     beginning = f"{database}-"
     return [file for file in files if not (file.can_be_written and file.name.startswith(beginning))]
 
 
 _last_look: tuple[dict[int, list[weakref.ref[Any]]], set[tuple[int, ...]]] = ({}, set())
-"""Descriptor -> file objects, and the identities of files that C code has opened. A scan of all objects of a kernel
+"""Descriptor -> file objects, and the identities of files that C code has opened. A scan of all objects in a kernel
 takes 20 ms and is not repeated for the same files.
 """
 
 
 def file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
-    """Return the file objects of this process that Python has opened, outermost first, by descriptor."""
+    """Return the file objects that Python has opened in this process, by descriptor; the outermost come first."""
     global _last_look
     logs = _logs_of_parent()
     identities = {fd: identity for fd in fds if (identity := _look_of(fd, logs)) is not None}
@@ -233,7 +234,7 @@ def file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
-    """Return the file objects of the last scan; None if they may not belong to this file."""
+    """Return the file objects from the last scan; None if they may not belong to this file."""
     objects, opened_by_c = _last_look
     if identity in opened_by_c:
         return []
@@ -244,7 +245,7 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
 def _look_of(fd: int, logs: Collection[tuple[int, int]]) -> tuple[int, ...] | None:
     """Return what distinguishes a file from a later one with the same descriptor or inode.
 
-    None if a thread, such as IPython's history thread, has closed the file in the meantime.
+    Return None if a thread, such as IPython's history thread, has closed the file in the meantime.
     """
     try:
         status = os.fstat(fd)
@@ -286,7 +287,7 @@ def _number(file: Any) -> int:
     """Return the descriptor of a file object; -1 if it no longer has one."""
     try:
         number: int = file.fileno()
-    except Exception:  # closed, detached, or a wrapper of a user's object
+    except Exception:  # closed, detached, or a wrapper around a user's object
         return -1
     return number
 
@@ -295,7 +296,7 @@ def _flush(file: Any) -> Exception | None:
     """Flush ``file``; return the error that left data in its buffer."""
     try:
         file.flush()
-    except Exception as error:  # for example a full disk, or the function has closed the file
+    except Exception as error:  # for example, the disk is full, or the function has closed the file
         return error
     return None
 
@@ -308,7 +309,7 @@ def _drop_c_buffers(fds: Collection[int]) -> None:
     kept = []
     try:
         for fd in fds:
-            with suppress(OSError):  # a thread of the kernel has closed it before the fork
+            with suppress(OSError):  # a kernel thread closed it before the fork
                 kept.append((fd, os.dup(fd), os.get_inheritable(fd)))
                 os.dup2(null, fd, inheritable=False)
         output.flush_c_streams()

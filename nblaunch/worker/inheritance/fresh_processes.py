@@ -1,8 +1,8 @@
-"""Things that a fresh process lacks: modules that it would not find, and variables that only text names.
+"""Things that a fresh process lacks: modules that it would not find, and variables that only strings name.
 
-A cell may have changed the working directory or ``sys.path`` since it imported one of the user's modules, or may have
-loaded the module from a file itself. Functions of the module are pickled by name, so a worker must import the module
-from the kernel's file.
+A cell may have changed the working directory or ``sys.path`` since it imported one of the user's modules, or may itself
+have loaded the module from a file. The module's functions are pickled by name, so a worker must import the module from
+the kernel's file.
 
 A call is sent with the variables that the function's code names. ``numexpr.evaluate("2 * a")``,
 ``frame.query("x > @a")`` and ``eval("a")``, however, look up a name only when they run.
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     Args:
         file: "" for a namespace package.
         folders: where Python looks for the modules of a package; None if the module is not a package.
-        archive: the zip file that contains it, with the folder inside; "" if none.
+        archive: the zip file that contains the module, with the folder inside the file; "" if there is none.
     """
 
     file: str
@@ -127,7 +127,7 @@ def _place_of(spec: ModuleSpec) -> Place | None:
 
 
 def _search_paths(places: Mapping[str, Place]) -> Iterator[str]:
-    """Yield the entries of ``sys.path`` that let other processes find the outermost of these modules."""
+    """Yield the entries for ``sys.path`` that let other processes find the outermost of these modules."""
     entries: dict[str, None] = {}
     for name, place in places.items():
         if "." in name:
@@ -172,7 +172,7 @@ def explain(error: BaseException) -> tuple[str, ...]:
 
 
 def explain_in_session(message: str) -> tuple[str, ...]:
-    """Return a sentence if ``message``, of a NameError on a session's rank, names one of this kernel's variables."""
+    """Return a sentence if ``message``, from a NameError on a session's rank, names one of this kernel's variables."""
     match = _UNDEFINED.match(message)
     if match is None or match[1] not in names_of_this_process():
         return ()

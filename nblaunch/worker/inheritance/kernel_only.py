@@ -33,8 +33,9 @@ from nblaunch.worker.inheritance import pools, threads
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
-"""Objects of the kernel that this worker has replaced. Freeing them could write to files, and would copy the pages of
-the kernel's memory that hold them."""
+"""Objects of the kernel that this worker has replaced. If they were freed, they might write to files, and the pages of
+the kernel's memory that hold them would be copied.
+"""
 
 
 def leave_kernel(kernel_streams: Iterable[Any]) -> None:
@@ -92,10 +93,10 @@ def _drop_exit_handlers() -> None:
 
 
 def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
-    """Drop the records that the kernel's log handlers hold in memory, because the kernel writes them.
+    """Drop the records that the kernel's log handlers hold in memory, because the kernel will write them.
 
     Args:
-        references: weak references to all log handlers of the kernel.
+        references: weak references to all the kernel's log handlers.
 
     Returns:
         References to the handlers that buffer records. At exit, the worker must write the records that it has added to
@@ -144,7 +145,7 @@ def reject_input(*, is_script: bool) -> None:
         if is_script:
             raise EOFError(
                 f"input({str(prompt)!r}) was called, but only rank 0 reads standard input. Ask on rank 0 and "
-                "broadcast the answer, or pass it as an argument of the script"
+                "broadcast the answer, or pass it as an argument to the script"
             )
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard. Ask before the launch "
@@ -218,8 +219,8 @@ def _forget_figures() -> None:
 def _stop_profiler() -> None:
     """Stop ``cProfile``, which ``%prun`` starts: it slows the function down, and its measurements would be lost.
 
-    Since Python 3.12, the function could not start its own profiler while ``cProfile`` is running. Other
-    profilers continue in forks.
+    Since Python 3.12, the function can't start its own profiler while ``cProfile`` is running. Other profilers continue
+    in forks.
     """
     profiler: Any = sys.modules.get("_lsprof")
     if profiler is None:
@@ -233,7 +234,7 @@ def _stop_profiler() -> None:
 
 
 def _disown_processes() -> None:
-    """Disown the kernel's pools and data loaders; otherwise ``multiprocessing`` ends them at exit.
+    """Disown the kernel's pools and data loaders; otherwise, ``multiprocessing`` would end them at exit.
 
     ``multiprocessing`` does the same in a child that it forks (``BaseProcess._bootstrap``).
     """
@@ -245,7 +246,9 @@ def _disown_processes() -> None:
         _disown_forkserver(forkserver._forkserver)
     loader_signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if loader_signals is not None:
-        loader_signals._SIGCHLD_handler_set = False  # the handler was removed with the kernel's others
+        loader_signals._SIGCHLD_handler_set = (
+            False  # the handler was removed with the kernel's other handlers
+        )
 
 
 def _disown_forkserver(server: Any) -> None:
@@ -262,9 +265,9 @@ def _disown_forkserver(server: Any) -> None:
 
 # --- programs that the kernel has started -----------------------------------------------------------------------------
 
-# Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with
-# status 0. In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()``
-# would do nothing. A worker therefore asks the system for the state of the programs that the kernel started.
+# Only a process's parent can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with status 0.
+# In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()`` would do
+# nothing. A worker therefore asks the system for the state of the programs that the kernel started.
 
 _POLL_S = 0.05
 _STATE, _EXIT_STATUS = 0, 49
@@ -327,7 +330,7 @@ def _watch_children(*, is_forked_here: bool = False) -> None:
 
 
 def _status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended (0 if only its parent knows it); None while it runs."""
+    """Return the wait status of a process that has ended (0 if only its parent knows it); None while it is running."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -344,7 +347,7 @@ def _status(pid: int) -> int | None:
 
 # --- Trainers that a cell has created ---------------------------------------------------------------------------------
 
-# A ``Trainer`` or ``TrainingArguments`` of transformers that a notebook cell created must adapt to the worker. Both
+# A transformers ``Trainer`` or ``TrainingArguments`` object that a notebook cell created must adapt to the worker. Both
 # store facts about their process: device, number of GPUs, batch size per process, an Accelerator. These attributes are
 # recomputed when one of them is first used on an object that another process created.
 
@@ -386,7 +389,7 @@ def _watch_arguments(module: Any, worker: str) -> None:
 
 def _watch_trainers(module: Any, worker: str) -> None:
     def renew(trainer: Any) -> None:
-        _ = trainer.args.device  # joins the process group with the settings of the arguments
+        _ = trainer.args.device  # joins the process group with the arguments' settings
         trainer._train_batch_size = trainer.args.train_batch_size
         trainer.create_accelerator_and_postprocess()
 
@@ -402,7 +405,7 @@ class _Renewed:
         worker: name of this process.
         renew: recomputes all attributes of an object that belong together.
         evidence: attributes that show that another process created an object; such an object has at least one
-            of them. If this is empty, all objects are treated in this way, because their class computes the
+            of them. If this is empty, all objects count as created by another process, because their class computes the
             attribute on first use.
     """
 

@@ -1,4 +1,4 @@
-"""Variables of the notebook that a function fills or assigns. A worker's changes are lost, and a note says so.
+"""Notebook variables that a function fills or assigns. A worker's changes are lost, and a note says so.
 
     losses = []
     def train():
@@ -11,11 +11,11 @@ function may change other variables for its own use, as in ``args.rank = rank``.
 is to keep values are reported:
 
     values in which results were kept (``watched_values.py``), including attributes of objects, classes, functions and
-        the user's modules (``result_variables.py``); objects of libraries that were trained
+        the user's modules (``result_variables.py``); library objects that were trained
     assignments to global variables, and to variables of an enclosing function
     modules that are not in the arguments, if other modules are; modules in args come back
-    new modules in objects, which the ``fit`` of many libraries creates at every call, if they do not come back
-    states of optimizers
+    new modules in objects, which many libraries' ``fit`` creates on every call, if they do not come back states of
+    optimizers
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OUTSIDE = (
     "pass {them} as an argument"
 )
 _REPLACED = (
-    "the function replaces {names} by other modules, whose weights do not come back. Return their state_dict() from "
+    "the function replaces {names} with other modules, whose weights do not come back. Return their state_dict() from "
     "the function, and load it in the notebook"
 )
 _STEPPED = (
@@ -76,9 +76,9 @@ class Changes:
         function: the function; None if its variables belong to the worker, as in a session.
         args: its arguments.
         is_forked: whether this worker may share memory with the kernel.
-        advice: how to keep the states of optimizers; empty if the kernel gets them.
-        collected: argument path -> module whose weights the kernel gets; if there are none, the launcher describes
-            the others.
+        advice: how to keep optimizers' states; empty if the kernel gets them.
+        collected: argument path -> module whose weights the kernel gets; if there are none, the launcher describes the
+            modules whose weights are lost.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Changes:
         """Return sentences about the changes that do not reach the kernel.
 
         Args:
-            returned: the function's value, which is sent to the kernel.
+            returned: the function's return value, which is sent to the kernel.
         """
         kept = _kept_in(returned)
         texts = []
@@ -135,7 +135,7 @@ class Changes:
         return texts
 
     def _replaced(self) -> list[str]:
-        """Return the names of collected modules in whose places the function has put modules that are not sent."""
+        """Return the names of collected modules that the function has replaced with modules that are not sent."""
         present = modules_at(self._args, list(self._before))
         sent = replacements(self._args, self._before)
         return [
@@ -159,7 +159,7 @@ def _has_changed(variable: Variable, kept: set[int]) -> bool:
     try:
         value = variable.get()
         return not variable.is_kept(value, kept) and variable.has_changed(value)
-    except Exception:  # a user's container may raise an error after it was changed
+    except Exception:  # a user's container may raise an error after a change
         return False
 
 
@@ -170,13 +170,13 @@ class _HeldModules:
     """The modules that objects hold before the function is called.
 
     Args:
-        values: names and values of variables of the notebook. The names of arguments begin with ``args[``.
+        values: names and values of notebook variables. The names of arguments begin with ``args[``.
     """
 
     def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
         self._objects: dict[int, tuple[str, Any, dict[ArgPath, Any]]] = {}
         for name, value in values:
-            with suppress(Exception):  # raised by a property or proxy of the user's
+            with suppress(Exception):  # raised by one of the user's properties or proxies
                 if module_of(type(value)) != "builtins" and not isinstance(value, _DEFINITIONS):
                     self._objects.setdefault(id(value), (name, value, modules_in((value,))))
 
@@ -211,7 +211,7 @@ def _is_new(module: Any, held: set[int]) -> bool:
 def _optimizers(named: Mapping[Any, Any]) -> Iterator[Variable]:
     for name, value in named.items():
         if not is_scheduler(value):
-            with suppress(Exception):  # an optimizer of another library may have no state
+            with suppress(Exception):  # an optimizer from another library may have no state
                 yield Variable(f"{name} ({type(value).__name__})", lambda: None, _watched_optimizer(value))
 
 
@@ -227,7 +227,7 @@ def _watched_optimizer(optimizer: Any) -> Callable[[Any], bool]:
 
 
 def _tensors_in(state: Any) -> Iterator[Any]:
-    """Yield the tensors in the state of one parameter, which is a tensor or a container."""
+    """Yield the tensors in one parameter's ``state``, which is a tensor or a container."""
     parts = (
         state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else [state]
     )

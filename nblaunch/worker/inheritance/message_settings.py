@@ -1,6 +1,6 @@
 """Settings that decide which messages a process shows: warning filters, logger levels and handlers.
 
-A filter may name a warning category of a library that the other process has not imported yet, and a logger may belong
+A filter may name a warning category from a library that the other process has not imported yet, and a logger may belong
 to such a library. Such settings are applied after the import, because libraries apply their own at import.
 """
 
@@ -24,11 +24,11 @@ class WarningFilter(NamedTuple):
 
     Args:
         action: an action such as ``"ignore"``.
-        message: regular expression; "" for all.
+        message: regular expression for messages; "" matches all.
         category_module: module of its category.
         category_name: qualified name of its category.
-        module: regular expression; "" for all.
-        lineno: 0 for all.
+        module: regular expression for modules; "" matches all.
+        lineno: line number; 0 matches all.
     """
 
     action: str
@@ -58,7 +58,7 @@ def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
 
 
 def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
-    """Return the current filters that other code has added, for example a library at its import."""
+    """Return the current filters that other code has added, for example a library when it was imported."""
     return [each for each in read_warning_filters() if each not in filters]
 
 
@@ -88,10 +88,10 @@ class LoggerSetting(NamedTuple):
 
     Args:
         name: name of the logger; "" is the root.
-        level: level of the logger; 0 means the level of its parent.
+        level: level of the logger; 0 means its parent's level.
         propagate: whether its parents also get its messages.
         is_disabled: whether it drops all messages.
-        handlers: its handlers, pickled, if the user created the logger.
+        handlers: its pickled handlers if the user created the logger; otherwise empty.
     """
 
     name: str
@@ -195,7 +195,7 @@ def _recipe_of(handler: logging.Handler) -> _Recipe:
 def _made(
     make: Callable[[], logging.Handler], level: int, formatter: logging.Formatter | None, filters: list[Any]
 ) -> logging.Handler:
-    """Create the handler of a recipe in this process."""
+    """Create a recipe's handler in this process."""
     handler = make()
     handler.setLevel(level)
     handler.setFormatter(formatter)
@@ -204,7 +204,7 @@ def _made(
 
 
 class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't subscript StreamHandler
-    """Writes to the current standard stream, because workers of a forkserver do not have the server's streams."""
+    """Writes to the current standard stream, because a forkserver's workers do not have the server's streams."""
 
     def __init__(self, name: str) -> None:
         self._name_in_sys = name

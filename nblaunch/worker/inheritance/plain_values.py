@@ -1,8 +1,8 @@
 """Module-level values that a copy can replace, and how a worker adopts the copies.
 
-Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are also plain:
-namespaces, data classes, a user's settings. A model does not count as plain, because a copy would differ from the model
-that the function trains.
+Numbers, strings, functions, classes and containers of them are plain. Objects that only hold plain values are also
+plain: namespaces, data classes, a user's settings. A model does not count as plain, because a copy would differ from
+the model that the function trains.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def has_own_class(value: Any) -> bool:
 
 
 def is_changeable(value: Any) -> bool:
-    """Return whether a value can change without an assignment: a container, an object, a thread's state."""
+    """Return whether a value can change without an assignment: a container, an object or a thread's state."""
     if not has_own_class(value):
         return False
     if isinstance(value, (ContextVar, threading.local, *_CONTAINERS)):
@@ -76,7 +76,7 @@ def is_changeable(value: Any) -> bool:
 
 
 def take_over(present: Any, value: Any) -> bool:
-    """Give an object of this process the content of a copy, so that everything that refers to the object sees it.
+    """Give an object in this process a copy's content, so that everything that refers to the object sees this content.
 
     Args:
         present: the object.

@@ -6,8 +6,8 @@ therefore recreates a pool when a worker first uses it, with the same arguments.
 other objects may refer to the pool. The kernel's tasks stay in the kernel.
 
 A data loader with ``persistent_workers`` keeps its iterator and processes; a rank creates its own. An iterator that a
-cell has begun raises an error, because a rank can't know what the iterator's processes have already sent to the kernel.
-Iterators that use no processes continue in each rank from the kernel's position.
+cell has started to read raises an error, because a rank can't know what the iterator's processes have already sent to
+the kernel. Iterators that use no processes continue in each rank from the kernel's position.
 
 nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
 heap. A worker leaves a module's classes as they are if the module's own records show that the kernel has no
@@ -26,8 +26,8 @@ from typing import Any
 from nblaunch import packages
 
 _kept: list[Any] = []
-"""Parts of the kernel's pools and loader iterators. Freeing them may write to pipes that the kernel's
-processes read, or end those processes.
+"""Parts of the kernel's pools and loader iterators. They are never freed, because this might write to pipes that the
+kernel's processes read, or end those processes.
 """
 _watched: set[str] = set()
 """Modules whose pools or loaders are watched in this process."""
@@ -81,7 +81,7 @@ def _has_loaders(module: Any) -> bool:
 
 
 def empty_like(kernels: Any) -> Any:
-    """Return an empty queue of the same class and size, with locks that no thread of the kernel holds."""
+    """Return an empty queue of the same class and size, with locks that no kernel thread holds."""
     return type(kernels)(kernels.maxsize) if isinstance(kernels, queue.Queue) else type(kernels)()
 
 
@@ -203,7 +203,7 @@ def _serves_kernel(iterator: Any) -> bool:
 
 
 def _forget_iterator(loader: Any) -> None:
-    """Let a loader create a new iterator if it still holds the kernel's."""
+    """Make a loader create a new iterator if it still holds the kernel's."""
     iterator = vars(loader).get("_iterator")
     if _serves_kernel(iterator):
         _kept.append(iterator)
@@ -213,7 +213,7 @@ def _forget_iterator(loader: Any) -> None:
 def _reject_read(iterator: Any) -> None:
     if _serves_kernel(iterator) and not iterator._shutdown:
         raise RuntimeError(
-            "this iterator of a DataLoader was created in another process, and its worker processes serve only that "
+            "this DataLoader iterator was created in another process, and its worker processes serve only that "
             "process. Call iter(loader) inside the function to read the loader from its beginning"
         )
 

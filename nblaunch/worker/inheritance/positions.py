@@ -1,4 +1,4 @@
-"""Positions in the open files of a process, and separate positions for a process that was forked from it.
+"""Positions in a process's open files, and separate positions for a process that was forked from it.
 
 A fork copies descriptors. All copies of a descriptor share one *open file description*, which holds the position
 (open(2), "Open file descriptions"): if one process seeks, the position changes for all. A forked process reopens each
@@ -211,7 +211,7 @@ def _renew(file: OpenFile) -> bool:
     except OSError:
         return False
     try:
-        if not file.is_at(opened):  # a thread of the kernel closed the file and opened another
+        if not file.is_at(opened):  # a kernel thread closed the file and opened another
             return False
         if file.position:
             os.lseek(opened, file.position, os.SEEK_SET)

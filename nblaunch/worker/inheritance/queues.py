@@ -1,9 +1,9 @@
 """``multiprocessing`` queues that a cell created and that the function puts values into.
 
-Such a queue is a pipe. A thread of the writing process writes each value, and Python joins this thread when the
-process ends. A rank therefore can't end before another process has read a value that is larger than the pipe, but the
-kernel reads nothing while it waits for the ranks. For this reason a rank reports the pipes that it waits for. Once
-all ranks wait, the launcher buffers what they write and passes it to the kernel's queues
+Such a queue is a pipe. A thread in the writing process writes each value, and Python joins this thread when the process
+exits. A rank therefore can't end before another process has read a value that is larger than the pipe, but the kernel
+reads nothing while it is waiting for the ranks. For this reason, a rank reports the pipes that it is waiting for. Once
+all ranks are waiting, the launcher buffers what they write and passes it to the kernel's queues
 (:class:`UnreadQueues`).
 
 A tensor is sent as a handle to memory, which the reader requests from the sending process. A rank therefore also waits
@@ -57,7 +57,7 @@ def hand_over(
     """Wait until other processes have read the values that this rank put into inherited queues.
 
     Args:
-        slot: slot of this rank.
+        slot: this rank's slot.
         report: called if the wait takes a long time, with the inodes of the queues' pipes and whether they hold
             tensors.
         warn: receives a sentence for the user.
@@ -98,7 +98,7 @@ def _has_put(queue: Any) -> bool:
 
 
 def _handles() -> Any:
-    """Return the handles of shared memory that no process has requested yet."""
+    """Return the handles to shared memory that no process has requested yet."""
     sharer: Any = sys.modules.get("multiprocessing.resource_sharer")
     return {} if sharer is None else sharer._resource_sharer._cache
 
@@ -115,7 +115,7 @@ def _end_children() -> None:
 
 # --- the launcher: saves what no process has read ---------------------------------------------------------------------
 
-#     rank ── PutUnread ──> UnreadQueues: once all running ranks wait for readers
+#     rank ── PutUnread ──> UnreadQueues: once all running ranks are waiting for readers
 #                             └── thread: reads the pipes, so that the ranks can end
 #                                         writes the values that fit back into the pipes
 #                                         writes the rest while the kernel reads
@@ -130,7 +130,7 @@ _LOCK_S = 2.0
 """How long to wait for a queue's write lock. A rank that was killed while writing holds the lock forever."""
 _REFILL_S = 10.0
 
-_INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes of multiprocessing
+_INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes in multiprocessing
 
 _UNKNOWN = (
     "the function has put values into a queue that this process does not have. No process reads them, so the rank "
@@ -154,7 +154,7 @@ class UnreadQueues:
         self._thread: _KeepingThread | None = None
 
     def receive(self, event: Event) -> None:
-        """Handle an event of a rank; a ``PutUnread`` says that the rank is waiting for readers."""
+        """Handle a rank's event; a ``PutUnread`` means that the rank is waiting for readers."""
         if isinstance(event, PutUnread):
             self._waiting[event.rank] = event
 
@@ -243,14 +243,14 @@ class _Kept:
 
     Args:
         queue: one of the kernel's queues.
-        has_tensors: whether values may refer to memory of a rank, which must be taken over while the rank is alive.
+        has_tensors: whether values may refer to a rank's memory, which must be taken over while the rank is alive.
     """
 
     def __init__(self, queue: Any, has_tensors: bool) -> None:
         self._read_lock, self._write_lock = queue._rlock, queue._wlock
         self._has_tensors = has_tensors
         self._is_locked = False
-        # Duplicate descriptors, because the user may drop the queue. If a pipe has no reader, the thread that
+        # Duplicate the descriptors, because the user may drop the queue. If a pipe has no reader, the thread that
         # writes to it ends.
         self.reader, self._writer = os.dup(queue._reader.fileno()), os.dup(queue._writer.fileno())
         descriptors.keep_from_children(self.reader, self._writer)

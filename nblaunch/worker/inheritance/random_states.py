@@ -1,11 +1,12 @@
-"""Random states of a process: ``random``, NumPy's global generator, torch's CPU generator.
+"""A process's random states: ``random``, NumPy's global generator and torch's CPU generator.
 
 All workers of a launch begin with the states that the kernel had at launch, under every start method and in
-every attempt. The kernel's generators then advance, as if the function had run in the cell. The next launch
-draws different numbers, and a seed that is set before a launch still determines all later launches.
+every attempt. The kernel's generators then advance, as if the function had run in the cell. The next launch draws
+different numbers, but a seed that is set before a launch still determines all later launches.
 
 The kernel may not have loaded a library's generator, such as ``numpy.random``, which ``import numpy`` does not import.
-In workers such a generator begins with a seed from the state of ``random``, so that ranks draw the same numbers.
+In workers, such a generator begins with a seed derived from the state of ``random``, so that ranks draw the same
+numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RandomStates:
 
     Args:
         random: state of ``random``.
-        numpy: state of NumPy's generator, pickled, since reading it imports NumPy; None if NumPy was not loaded.
+        numpy: pickled state of NumPy's generator, because unpickling it imports NumPy; None if NumPy was not loaded.
         torch: state of torch's generator; None if torch was not loaded.
     """
 
@@ -78,7 +79,7 @@ class RandomStates:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put this process's generators into these states for the block, then restore the current ones."""
+        """Put this process's generators into these states while the block runs, then restore the current states."""
         present = RandomStates.of_this_process()
         self.restore()
         try:
@@ -91,7 +92,7 @@ def seed_unknown(state: tuple[Any, ...], names: Iterable[str]) -> None:
     """Seed libraries' random generators once the libraries are imported, in the same way on all ranks.
 
     Args:
-        state: the kernel's state of ``random``.
+        state: the state of ``random`` in the kernel.
         names: ``"numpy.random"`` or ``"torch"``.
     """
     source = random.Random()

@@ -1,6 +1,6 @@
 """Registrations that cells make in libraries and modules, repeated in workers that import these modules again.
 
-    AutoModel.register(MyConfig, MyModel)     a call with functions or classes of the notebook
+    AutoModel.register(MyConfig, MyModel)     a call with functions or classes from the notebook
     @registry.register("mine")                the same, as a decorator
     ACT2FN["mine"] = MyActivation             an item of a dictionary
     @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
@@ -8,9 +8,9 @@
 A fresh process imports the library without these registrations. If the registry is a dictionary within a function, its
 entries are sent, because a later cell may have reused the names in the call. Once it has imported the module,
 the worker repeats other calls if three conditions hold. The function's name says that it registers something.
-The call is a top-level statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken.
-The call registers a function or class of the notebook, or calls Python's standard library. The last condition
-excludes calls such as ``mlflow.register_model("runs:/1")``, which would write to a server.
+The call is a top-level statement in a cell, and is not in a branch such as ``if USE_MINE:`` that was not taken. The
+call registers a function or class from the notebook, or calls Python's standard library. The last condition excludes
+calls such as ``mlflow.register_model("runs:/1")``, which would write to a server.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Call(NamedTuple):
     decorated: tuple[Any, ...]
     """The function or class below a decorator; empty for a call without one."""
     is_called: bool
-    """Whether the decorator is itself the value of a call."""
+    """Whether the decorator is itself the result of a call."""
 
     def names_notebook(self) -> bool:
-        """Return whether a function or class of the notebook is registered."""
+        """Return whether a function or class from the notebook is registered."""
         values = (*self.args, *self.keywords.values(), *self.decorated)
         return any(
             _is_of_notebook(part)
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
 
 class _Entry(NamedTuple):
     cell: int
-    """Position of the registry in the function's closure; -1 if the object is a dictionary."""
+    """Position of the registry in the function's closure; -1 if the registrar itself is the dictionary."""
     key: Any
     value: Any
 
@@ -146,7 +146,7 @@ class _Statement(NamedTuple):
         path: path of the function that it calls.
         call: the call; None for a decorator without arguments.
         decorated: name of the function or class below the decorator; "" for other calls.
-        key: for an assignment to an item of a dictionary at ``path``.
+        key: the item's key, for an assignment to an item of the dictionary at ``path``; otherwise None.
         conditions: the tests of the ``if`` statements around it.
     """
 
@@ -243,7 +243,7 @@ def _modules_with(name: str, value: Any) -> Iterator[str]:
 
 
 def _entries(function: Any) -> Iterator[_Entry]:
-    """Yield the notebook's functions and classes that are entries of dictionaries in a function's closure."""
+    """Yield the dictionary entries in a function's closure whose key or value is a notebook function or class."""
     if not isinstance(function, FunctionType):
         return
     for position, cell in enumerate(function.__closure__ or ()):

@@ -1,8 +1,8 @@
 """Finds variables that may hold a function's results, including attributes of objects and classes.
 
-The search starts from the names in the code of the function and of those that it may call (``called_code.py``). It
-follows attributes of the user's objects and items of lists and dictionaries. The attribute names of a library's objects
-say nothing about their purpose, so the search watches only their tensors, and training.
+The search starts from the names in the code of the function and of the functions that it may call (``called_code.py``).
+It follows attributes of the user's objects and items of lists and dictionaries. The attribute names of a library's
+objects say nothing about their purpose, so for these objects, the search watches only tensors and training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Finder:
     Args:
         is_forked: whether this worker may share memory with the kernel.
         collected: modules whose weights are sent back to the kernel.
-        counted: names of attributes with which the code counts, as in ``self.n += 1``.
+        counted: names of attributes that the code uses as counters, as in ``self.n += 1``.
         reads: names that the code reads, not only to count.
 
     Attributes:
@@ -66,7 +66,7 @@ class Finder:
         self._owners: list[tuple[str, Any, set[str]]] = []
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[Variable]:
-        """Yield a variable if a function may fill it; otherwise, its attributes that a function may fill."""
+        """Yield a variable if a function may fill it; otherwise, yield its attributes that a function may fill."""
         with suppress(Exception):  # for example, a proxy whose object is missing, or a property that raises
             yield from self._variables(name, value, depth)
 
@@ -170,12 +170,12 @@ class Finder:
         if _has_own_attributes(module):
             self._remember(name, module)
             for attribute, part in list(vars(module).items()):
-                # A module may keep other objects for its own use, such as the tensors of its last call.
+                # A module may keep other objects for its own use, such as the tensors from its last call.
                 if isinstance(part, watched_values.CONTAINERS):
                     yield from self.variables(f"{name}.{attribute}", part, depth=1)
                 elif not is_for_itself(attribute):
                     yield self._attribute(f"{name}.{attribute}", module, part, kind=float)
-        if hasattr(module, "_update_count"):  # a metric of torchmetrics
+        if hasattr(module, "_update_count"):  # a torchmetrics metric
             num_updates = module._update_count
             yield Variable(name, lambda: module, lambda _: module._update_count > num_updates)
         elif self._collected and not name.startswith("_"):
@@ -234,7 +234,7 @@ def _tensors_of(module: Any) -> Iterator[Any]:
 
 
 def _has_own_attributes(value: Any) -> bool:
-    """Return whether the user has named the attributes of a value."""
+    """Return whether the user has named a value's attributes."""
     if isinstance(value, FunctionType):
         return is_users(value.__module__)
     kind = value if isinstance(value, type) else type(value)

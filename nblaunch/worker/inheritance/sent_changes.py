@@ -1,4 +1,4 @@
-"""Changes that cells have made in modules, sent to fresh processes, which make them once they import the modules."""
+"""Changes that cells have made to modules, for fresh processes, which repeat them once they import the modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
         """Return the value in this process.
 
         Raises:
-            Exception: it does not exist, or a module that imports its parts lazily raised an error.
+            Exception: the value does not exist, or a module that imports its parts lazily raised an error.
         """
         return attrgetter(self.path)(sys.modules[self.module])
 
@@ -42,7 +42,7 @@ class SentChange(NamedTuple):
     Args:
         name: name that the user knows.
         module: name of the module.
-        content: a value, pickled; unpickling may import its library.
+        content: a pickled value; unpickling may import its library.
         write: makes the change, given the module and the value. It can be pickled.
     """
 
@@ -78,9 +78,7 @@ class SentChange(NamedTuple):
             warnings.simplefilter("ignore")
             try:
                 value = pickle.loads(self.content)
-                notebook.update(
-                    before
-                )  # unpickling may replace variables of the notebook that the call has set
+                notebook.update(before)  # unpickling may replace notebook variables that the call has set
                 self.write(module, value)
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"

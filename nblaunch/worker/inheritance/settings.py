@@ -178,7 +178,7 @@ def _options(
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _entered: list[Any] = []
-"""Active torch modes of this process."""
+"""Torch modes that are active in this process."""
 
 
 def _autocast(torch: Any) -> tuple[Any, ...]:
@@ -437,7 +437,7 @@ _TORCH = (
         lambda distributions: distributions.Distribution._validate_args,
         lambda distributions, value: distributions.Distribution.set_default_validate_args(value),
     ),
-    LibrarySetting("torch hooks of all modules and optimizers", "torch", _global_hooks, _register_hooks),
+    LibrarySetting("torch hooks on all modules and optimizers", "torch", _global_hooks, _register_hooks),
     LibrarySetting(
         "torch.inference_mode", "torch", lambda torch: torch.is_inference_mode_enabled(), _set_inference_mode
     ),
@@ -496,6 +496,6 @@ _LIBRARIES = (
 )
 
 SETTINGS = {setting.name: setting for setting in (*_PYTHON, *_TORCH, *_LIBRARIES)}
-"""Settings by name, written in this order. Thread counts of OpenMP and torch are not here, because workers share the
+"""Settings by name, written in this order. OpenMP's and torch's thread counts are left out, because workers share the
 cores.
 """

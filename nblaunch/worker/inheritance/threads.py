@@ -3,11 +3,11 @@
 Some libraries that run threads of their own fail in a fork of a process that has used them. The kernel and the server
 of a forkserver check this before they fork workers (``launcher/plan.py``, ``start_methods/forkserver.py``).
 
-A ``QueueHandler`` passes log records to the thread of a ``QueueListener``; a worker restarts that thread at its first
-record. ``join()`` of any other thread returns at once in a worker, because Python marks the threads that a fork
+A ``QueueHandler`` passes log records to a ``QueueListener``'s thread; a worker restarts that thread for the worker's
+first record. In a worker, ``join()`` on any other thread returns at once, because Python marks the threads that a fork
 leaves behind as ended. A note says so.
 
-The launcher uses other ways to detect workers that wait for a thread of the kernel (``diagnosis/long_waits.py``).
+The launcher uses other ways to detect workers that are waiting for a kernel thread (``diagnosis/long_waits.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Library:
     Args:
         name: name of its module.
         thread: matches the names of its threads, as Linux shortens them (15 characters).
-        flag: module and variable that is true once it runs threads, if its threads have no names.
+        flag: a module, and its variable that is true once the library runs threads; for threads without names.
         harm: what a fork would do to a function that uses the library, as the end of a sentence.
-        hazard: why a fork is unsafe for all functions, as the end of a sentence; empty if others survive it.
+        hazard: why a fork is unsafe for all functions, as the end of a sentence; empty if other functions survive it.
     """
 
     name: str
@@ -77,7 +77,7 @@ LIBRARIES = (
     Library(
         "grpc",
         r"event_engine|grpc_global_tim",
-        # Its handlers run at every fork (pthread_atfork). In the child, they start its threads again, which abort if
+        # Its handlers run on every fork (pthread_atfork). In the child, they start its threads again, which abort if
         # the fork has copied an event poller in the middle of a change.
         hazard="gRPC runs threads in this process, and its fork handlers crash some workers, even if their function "
         "does not use gRPC",
@@ -92,11 +92,11 @@ LIBRARIES = (
 
 _TOKIO_TASKS = {"tokio-rt-worker", "tokio-runtime-w"}
 _FORKABLE = {"tokenizers"}
-"""Libraries that contain tokio, but use it for downloads only."""
+"""Libraries that contain tokio, but use it only for downloads."""
 
 
 def find_hazard(call: FunctionCall) -> str | None:
-    """Return why a library in this process makes a fork unsafe, as the end of a sentence; None if none does.
+    """Return why a library in this process makes a fork unsafe, as the end of a sentence; None if a fork is safe.
 
     Args:
         call: the function and its arguments.
@@ -135,7 +135,7 @@ def _thread_names() -> set[str]:
     with suppress(OSError):  # no such folder on this system
         for folder in _TASKS.iterdir():
             with suppress(OSError):  # the thread has just ended
-                # Linux cuts names after 15 bytes, even within a character.
+                # Linux truncates names after 15 bytes, even within a character.
                 names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
     return names
 
@@ -168,9 +168,10 @@ def _contains_tokio(file: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _requires(library: str, other: str) -> bool:
-    """Return whether a library's metadata lists ``other`` as a requirement, other than for an extra.
+    """Return whether a library's metadata lists ``other`` as a requirement, but not only for an extra.
 
-    Libraries may import their requirements late, inside functions, so their loaded modules do not show the use.
+    Libraries may import their requirements late, inside functions, so the loaded modules do not show that a library
+    uses another.
     """
     try:
         requirements = metadata.requires(library) or ()
@@ -183,7 +184,7 @@ def _requires(library: str, other: str) -> bool:
 
 
 def _libraries_of(call: FunctionCall) -> set[str]:
-    """Return the libraries that the user's code in ``call``, or the arguments of the call, refer to."""
+    """Return the libraries that the user's code in ``call``, or the call's arguments, refer to."""
     return {name for value in reachable_from(call) for name in _names_of_libraries(value)}
 
 
@@ -200,13 +201,13 @@ def _names_of_libraries(value: Any) -> set[str]:
 # --- threads that the fork of a worker has left behind ----------------------------------------------------------------
 
 _threads: list[threading.Thread] = []
-"""The threads that ran in the kernel at the fork, as seen in a forked worker."""
+"""The threads that were running in the kernel when it forked, as seen in a forked worker."""
 
 _listeners: list[Any] = []
-"""Objects of the class ``QueueListener`` whose methods these threads run."""
+"""``QueueListener`` objects whose methods these threads run."""
 
 _reported: set[int] = set()
-"""IDs of threads whose joins were reported."""
+"""IDs of threads whose joins have been reported."""
 
 
 def remember() -> None:
@@ -282,7 +283,7 @@ def _report_join(name: str, line: int) -> None:
         Note(
             rank=here.topology.rank,
             kind="warning",
-            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker, so join() "
+            text=f"line {line} joins the kernel's thread {name!r}, which does not run in a worker, so join() "
             "returns at once, before the thread has done its work. Start the thread inside the function",
         )
     )

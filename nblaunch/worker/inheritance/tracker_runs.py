@@ -1,10 +1,10 @@
-"""Runs of experiment trackers and studies that a cell has started, and what the function logs to them.
+"""Experiment-tracker runs and studies that a cell has started, and what the function logs to them.
 
 wandb        reaches its run from any process, through the service that the kernel started
 MLflow       forgets the active run in a fork; a worker adopts the kernel's until the function starts another
 trackio      sends a worker's logs from a thread, which the worker must wait for before it exits
-TensorBoard  writes from a thread of the kernel, so a worker begins a new file
-Comet        sends from a thread of the kernel, so what a worker logs is lost, and a note says so
+TensorBoard  writes from a kernel thread, so a worker begins a new file
+Comet        sends from a kernel thread, so what a worker logs is lost, and a note says so
 Optuna       keeps a study without a storage in an object, of which each worker has a copy. A note says that the study
              does not receive what the function reports. Studies in files or databases are shared
 
@@ -47,7 +47,7 @@ _STUDY_WRITES = (
 
 
 def watch(warn: Callable[[str], None]) -> None:
-    """Connect this worker to the runs of the kernel that forked it, and to studies.
+    """Connect this worker to the runs of the kernel that forked it; warn if what it logs is lost.
 
     Args:
         warn: receives a sentence for the user.
@@ -80,7 +80,7 @@ def watch(warn: Callable[[str], None]) -> None:
 
 
 def take_over_wandb_run(wandb: Any, run: Any) -> None:
-    """Attach this process to a run of the kernel."""
+    """Attach this process to one of the kernel's runs."""
     set_global = wandb.sdk.lib.module.set_global
     names = inspect.signature(set_global).parameters  # each release adds some
     set_global(**{name: getattr(run, name) for name in names if hasattr(run, name)} | {"run": run})
@@ -148,7 +148,7 @@ def _flush(run: Any) -> None:
 
 
 _kernels_writers: list[Any] = []
-"""The kernel's writers, kept because freeing them may write to their files."""
+"""The kernel's writers, kept because they may write to their files when they are freed."""
 
 
 def _begin_event_file(file: Any) -> None:

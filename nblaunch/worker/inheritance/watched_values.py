@@ -1,13 +1,13 @@
 """How a worker detects that a function has stored results in a value.
 
 containers      have grown, or the containers inside them have
-arrays          had one value in all elements, such as 0 or NaN, and no longer have it
+arrays          had one value in all elements, such as 0 or NaN, but no longer have it
 tables          have more rows or columns, or a column was filled like an array
 tensors         have changed, if they are parameters or belong to an object, as in an average of weights
-attributes      are set to a first float, or to a longer container, array, table or tensor; the code counts with them
+attributes      are set to a first float, or to a longer container, array, table or tensor; are used as counters
                 (``self.n += 1``); new ones have the name of a result
 
-Objects of libraries that were trained or filled:
+Library objects that were trained or filled:
 
 estimators      of scikit-learn, and of libraries that follow it: attributes whose names end with ``_``
 pipelines       spaCy's: parameters of the components' models
@@ -15,7 +15,7 @@ trainers        transformers': the state, which each training replaces; Lightnin
 tokenizers      transformers': the number of tokens
 boosters        xgboost's and lightgbm's: the number of rounds
 
-Other objects of libraries are left out, because their attributes may be caches.
+Other library objects are left out, because their attributes may be caches.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ HasChanged = Callable[[Any], bool]
 """Takes the current value, and returns whether it differs from the value before the call."""
 
 _MAX_PARTS = 1 << 16
-"""Maximum number of elements of a list or dictionary that are examined."""
+"""Maximum number of elements in a list or dictionary that is examined."""
 _MAX_OUTER = 100
-"""Maximum number of elements of a list whose containers are examined."""
+"""Maximum number of elements in a list whose containers are examined."""
 _MAX_NESTED = 2
 """Maximum depth of containers inside containers."""
 _MAX_ARRAY = 1 << 24
-"""Maximum number of elements of an array that is examined. Examining it takes 20 ms if all elements are equal."""
+"""Maximum number of elements in an array that is examined, which takes 20 ms if all elements are equal."""
 _MAX_COLUMNS = 500
 _NUM_SAMPLES = 64
 _MAX_TENSORS = 2000
@@ -75,7 +75,7 @@ class Variable(NamedTuple):
     Args:
         name: its name, as in ``tracker.values``.
         get: returns its value.
-        has_changed: whether a value differs from the value before the call.
+        has_changed: returns whether a value differs from the value before the call.
         owner: the object that has it as an attribute; None = unknown, or a variable.
         is_only_counted: whether the code only adds to it, and never reads it.
     """
@@ -129,7 +129,7 @@ class Watcher:
             return None
 
     def watch_tensors(self, value: Any) -> HasChanged | None:
-        """Return such a function for a tensor or a container of tensors; None if the value is neither."""
+        """Return a function that checks whether a tensor or container of tensors has changed; None for other values."""
         is_container = isinstance(value, _ITERATED)
         tensors = list(_parts(value)) if is_container else [value]
         if not 0 < len(tensors) <= _MAX_TENSORS:
@@ -147,7 +147,7 @@ class Watcher:
         return has_changed
 
     def watch_module(self, module: Any, collected: set[int]) -> Callable[[], bool] | None:
-        """Return a function that checks whether the tensors of a module have changed; None if there are too many.
+        """Return a function that checks whether a module's tensors have changed; None if there are too many.
 
         Args:
             module: the module.
@@ -198,7 +198,7 @@ class Watcher:
         return lambda value: not _is_uniform(self._array(value), first)
 
     def _array(self, value: Any) -> Any:
-        """Return an array, or the array that shares the memory of a tensor; None for other values."""
+        """Return an array, or the array that shares a tensor's memory; None for other values."""
         if module_of(type(value)) == "torch" and type(value).__name__ == "Tensor":
             if value.requires_grad or value.is_shared() or value.device.type != "cpu":
                 return None
@@ -218,8 +218,8 @@ def is_for_itself(name: str) -> bool:
 def is_new_result(attribute: str, value: Any, *, is_of_function: bool = False) -> bool:
     """Return whether an attribute that did not exist before the call holds a result.
 
-    An object often creates attributes for its own use, such as the indices of an epoch, so the attribute's
-    name must be a typical name of a result. Any attribute of a function counts, because only users set them.
+    An object often creates attributes for its own use, such as the indices of an epoch, so the attribute's name must be
+    a typical name for a result. Any attribute of a function counts, because only users set them.
 
     Args:
         attribute: name of the attribute.
@@ -249,7 +249,7 @@ def is_kept(attribute: str, before: Any, now: Any, *, is_counted: bool = False) 
         attribute: name of the attribute.
         before: its value before the call.
         now: its value after the call, which is another object.
-        is_counted: whether the code counts with an attribute of this name, as in ``self.n += 1``.
+        is_counted: whether the code uses an attribute of this name as a counter, as in ``self.n += 1``.
     """
     kind = type(now)
     if is_counted and (isinstance(now, (int, float)) or packages.is_subclass(kind, "numpy.number")):
@@ -276,7 +276,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _length(value: Any) -> int:
-    """Return the number of elements, or of the rows of an array; a single number counts as one."""
+    """Return the number of elements, or of an array's rows; a single number counts as one."""
     return 1 if getattr(value, "ndim", None) == 0 else len(value)
 
 
@@ -336,7 +336,7 @@ def _is_uniform(array: Any, first: Any = None) -> bool:
 
 
 def _owns_memory(array: Any) -> bool:
-    """Return whether an array, or its base, has memory of its own, not memory of a file or shared memory."""
+    """Return whether an array, or its base, has memory of its own, not a file's memory or shared memory."""
     while type(array.base) is type(array):
         array = array.base
     return bool(array.flags.owndata)
@@ -387,9 +387,9 @@ class _Tensor:
         self._version = self._version_of(tensor)
 
     def has_changed(self, present: Any) -> bool:
-        """Return whether the tensor has changed, or was replaced by a new one of its form, as happens to an average.
+        """Return whether the tensor has changed, or was replaced by a new one with its form, as happens to an average.
 
-        A tensor that was moved to a device, or converted, has not changed.
+        A tensor that was only moved to a device or converted does not count as changed.
         """
         form = tuple(getattr(present, name, None) for name in ("shape", "device", "dtype"))
         if form != self._form:
@@ -431,7 +431,7 @@ _MEASURES: dict[tuple[str, str], Callable[[Any], Any]] = {
 
 
 def watch_training(value: Any) -> HasChanged | None:
-    """Return a function that checks whether an object has learnt since now; None if its kind is unknown."""
+    """Return a function that checks whether an object has learnt since this call; None if its kind is unknown."""
     for kind in type(value).__mro__:
         measure = _MEASURES.get((module_of(kind).partition(".")[0], kind.__name__))
         if measure is not None:
@@ -462,7 +462,7 @@ def _estimators_in(value: Any) -> Iterator[Any]:
 
 
 def _digest(value: Any) -> Any:
-    """Return a digest to compare with a later one; it must show changes to ``value`` in place."""
+    """Return a digest to compare with a later one; it must reveal in-place changes to ``value``."""
     numpy = sys.modules["numpy"]
     if type(value) is numpy.ndarray and value.dtype.kind in "biufc":
         return value.shape, _checksum(value)

@@ -433,7 +433,7 @@ def test_modules_that_replace_others_are_named(shared: Kernel, start_method: str
     )
     call = f"nblaunch.notebook_launcher(function, (models, pair), num_processes=2, start_method={start_method!r})"
     (line,) = {line for line in shared.run(call).shown.splitlines() if "other modules" in line}
-    assert line.startswith("nblaunch: the function replaces args[0]['a'] (Linear) by other modules")
+    assert line.startswith("nblaunch: the function replaces args[0]['a'] (Linear) with other modules")
 
 
 UNUSUAL = """

@@ -392,7 +392,7 @@ def test_ranks_that_share_the_pipe_to_a_process_are_named(kernel: Kernel) -> Non
     shown = kernel.run(
         "def function(): environment.ask(1)\nnblaunch.notebook_launcher(function, num_processes=2)"
     ).shown
-    assert "cell 1, line 16). Create the object that owns the process inside" in shown
+    assert "cell 1, line 16). Inside the function, create the object that owns the process" in shown
     one_rank = "def function(): return environment.ask(1) if os.environ['RANK'] == '0' else None\n"
     own = "def function():\n    own = Environment()\n    doubled = own.ask(1)\n    own.close()\n    return doubled\n"
     for program, expected in ((one_rank, [2, None]), (own, [2, 2])):

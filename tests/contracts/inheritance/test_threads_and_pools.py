@@ -135,7 +135,7 @@ def test_joining_a_kernel_thread_names_it(kernel: Kernel, start_method: str) -> 
     )
     if start_method == "fork":
         shown = kernel.run("nblaunch.notebook_launcher(train, num_processes=2)").shown
-        assert "joins the thread 'filler' of the kernel, which does not run in a worker" in shown
+        assert "joins the kernel's thread 'filler', which does not run in a worker" in shown
     else:
         assert "thread" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
     kernel.run("stop.set()")

@@ -1,7 +1,7 @@
 """States of DeepSpeed's engines in a checkpoint folder. All ranks write them; any number of ranks can load them.
 
     pytorch_model/     the first engine, in DeepSpeed's layout, with its script zero_to_fp32.py
-    pytorch_model_1/   the second engine; a model without an engine is pytorch_model_1.bin
+    pytorch_model_1/   the second engine; a model without an engine is saved as pytorch_model_1.bin
 
 Every rank writes its own files. The caller moves them to their final place, which makes the checkpoint valid.
 DeepSpeed unpickles its files: load a checkpoint only from a source that you trust to run code.
@@ -31,7 +31,7 @@ from nblaunch.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
 OWN_FILES = f"{_NAME}*/*zero_pp_rank_{{rank}}_mp_rank_*.pt"
-"""Pattern of the files that rank ``{rank}`` writes."""
+"""Pattern for the files that rank ``{rank}`` writes."""
 _UNIVERSAL = "universal"
 
 
@@ -75,7 +75,7 @@ def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) ->
             "DeepSpeed, or with fewer models"
         )
     _check_stage(engine, folder / tag)
-    # Each rank wrote one file of optimizer states. With stage 0 there are none, because every rank holds all states.
+    # Each rank wrote one file with optimizer states. With stage 0 there are none, because every rank holds all states.
     world_size = len(list((folder / tag).glob("*_optim_states.pt")))
     if world_size in (0, process.topology.world_size):
         _load_as_it_is(engine, folder, tag)
@@ -98,7 +98,7 @@ def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
 
 
 def _check_stage(engine: Any, folder: Path) -> None:
-    """Raise CheckpointError if a checkpoint has sharded weights and the engine full weights, or vice versa."""
+    """Raise CheckpointError if a checkpoint was saved in a stage whose files the engine's stage can't load."""
     if not any(folder.glob("*_optim_states.pt")):
         saved = "0"
     else:
@@ -114,7 +114,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
-    """Convert a checkpoint to the layout that any number of ranks can load; remove the result after the block.
+    """Convert a checkpoint to a layout that any number of ranks can load; remove the result after the block.
 
     The result is created next to the checkpoint, because all machines must see it. Rank 0 converts the checkpoint in
     its own process.
@@ -138,7 +138,7 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
 
 
 def _convert(source: Path, target: Path) -> str | None:
-    """Convert with DeepSpeed's script, without its child processes and its output; return the error, or None."""
+    """Convert with DeepSpeed's script, but without its child processes or output; return the error, or None."""
     script: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     options = argparse.Namespace(
         input_folder=str(source),

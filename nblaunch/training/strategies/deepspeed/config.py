@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read it, fill in "auto" values, reject contradictions.
+"""Reads DeepSpeed's configuration, fills in "auto" values, and rejects contradictions.
 
 Nothing here imports DeepSpeed, touches a device or communicates.
 
@@ -59,7 +59,7 @@ class DummyScheduler(SchedulerPlaceholder):
         optimizer: the ``DummyOptim`` or optimizer that it schedules.
         total_num_steps: number of steps for a single process; fills in ``scheduler.params.total_num_steps``.
         warmup_num_steps: fills in ``scheduler.params.warmup_num_steps``.
-        lr_scheduler_callable: creates a scheduler from the real optimizer, instead of the configuration.
+        lr_scheduler_callable: creates a scheduler for the real optimizer; replaces the configuration's scheduler.
         **kwargs: fill in ``scheduler.params`` by name.
     """
 
@@ -87,10 +87,12 @@ class EngineInputs:
     model: Any = None
     optimizer: Any = None  # a torch optimizer, or a DummyOptim
     scheduler: Any = None  # a torch scheduler, or a DummyScheduler
-    batch_sizes: Sequence[int | None] = ()  # one per loader; None if it has no known batch size
+    batch_sizes: Sequence[int | None] = ()  # one per loader; None if the loader has no known batch size
     world_size: int = 1
     num_steps: int = 1  # micro-steps per optimizer step
-    splits_batches: bool = False  # a loader's batch is the global batch, which the ranks divide
+    splits_batches: bool = (
+        False  # a loader's batch is the global batch, which the ranks divide among themselves
+    )
     is_train_batch_min: bool = True  # train on the loader with the smallest batches
     precision: str = "no"
     device_type: str = "cpu"
@@ -159,7 +161,7 @@ def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
 
 
 def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
-    # The model could never fill buffers larger than itself.
+    # Buffers larger than the model could never be filled.
     num_elements = sum(num_elements_of(parameter) for parameter in model.parameters())
     if get(config, f"{_ZERO}.reduce_bucket_size") is None:
         put(config, f"{_ZERO}.reduce_bucket_size", min(_MAX_BUCKET, max(1, num_elements)))
@@ -176,7 +178,7 @@ def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
 
 
 def num_elements_of(parameter: Any) -> int:
-    """Return the number of elements of a parameter, which stage 3 may have sharded already."""
+    """Return the number of elements in a parameter, which stage 3 may have sharded already."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -218,7 +220,7 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
 
 
 def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
-    """Return whether to use torch's Adam: DeepSpeed's needs a compiler on first use, and gains nothing on CPUs."""
+    """Return whether to use torch's Adam: DeepSpeed's needs a compiler on first use, and has no advantage on CPUs."""
     if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
         return False
     if device_type == "cpu":
@@ -265,7 +267,7 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
 
 
 def _fill_params(config: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:
-    """Fill in "auto" values of ``section.params``. Remove keys without a value, so that defaults apply."""
+    """Fill in "auto" values in ``section.params``. Remove keys without a value, so that defaults apply."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
         if name in values:
@@ -284,7 +286,7 @@ def read_config(source: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, Path)):
         raise TypeError(
-            "a DeepSpeed configuration must be a dict, the path of a JSON file, or JSON text, not "
+            "a DeepSpeed configuration must be a dict, the path to a JSON file, or JSON text, not "
             f"{source!r:.80}"
         )
     name = f"the DeepSpeed configuration {str(source)!r:.200}"
@@ -349,7 +351,7 @@ def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> N
 
 
 def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys that are "auto"."""
+    """Yield the keys whose values are "auto"."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from autos(value, f"{prefix}{name}.")
@@ -361,7 +363,7 @@ class HfDeepSpeedConfig:
     """A configuration with methods to query it. Other libraries subclass it.
 
     Args:
-        config_file_or_dict: a dict, the path of a JSON file, or JSON text, which may be in base64.
+        config_file_or_dict: a dict, the path to a JSON file, or JSON text, possibly in base64.
 
     Raises:
         ValueError: the file does not exist, or does not hold a JSON object.

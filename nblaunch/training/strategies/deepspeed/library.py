@@ -1,4 +1,4 @@
-"""Import DeepSpeed when a job uses it, set it up for this process's device, and turn off what the job does not need.
+"""Imports DeepSpeed when a job uses it, sets it up for this process's device, and turns off what the job doesn't need.
 
 ``checkpoint.py`` also imports two of DeepSpeed's submodules. Nothing here decides how to train a model.
 """
@@ -28,7 +28,7 @@ from nblaunch.training.models import add_wrapper
 
 DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"
-"""The oldest version that trains like a single process in every stage, including gradient accumulation."""
+"""The oldest version whose training matches a single process's in every stage, even with gradient accumulation."""
 
 # DeepSpeed's warnings about intended settings.
 _EXPECTED = (
@@ -49,7 +49,7 @@ _inherited: list[Any] = []
 
 
 def check_installed() -> None:
-    """Raise ImportError if DeepSpeed is not installed. Imports nothing."""
+    """Raise ImportError if DeepSpeed is not installed; import nothing."""
     if not is_installed("deepspeed"):
         raise ImportError(
             "DeepSpeedPlugin needs DeepSpeed, which is not installed: pip install deepspeed (without a compiler: "
@@ -83,8 +83,8 @@ def load(process: JoinedProcess) -> Any:
     # a minute compiling it once there is a process group.
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     # Every stage of ZeRO checks whether its optimizer is Muon. Muon's module (0.19) decorates functions with
-    # ``torch.compile``, which imports the compiler: 1 s of processor time per worker (2 to 4 s on busy cores), 45 MB,
-    # and warnings from torch.
+    # ``torch.compile``, which imports the compiler, at the cost of 1 s of processor time per worker (2 to 4 s on busy
+    # cores), 45 MB, and warnings from torch.
     with suppress(ImportError), _compiling_later():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     add_wrapper(library.DeepSpeedEngine)
@@ -96,8 +96,9 @@ def load(process: JoinedProcess) -> Any:
 
 
 def quieten() -> None:
-    """Silence warnings about DeepSpeed's own code for the rest of this process. Called in every step."""
-    # Add the filter only once: adding one makes Python forget which warnings it has shown, and repeat the user's.
+    """Silence warnings about DeepSpeed's own code until this process exits. Called in every step."""
+    # Add the filter only once: whenever a filter is added, Python forgets which warnings it has shown, and repeats the
+    # user's.
     if ("ignore", _DEPRECATED, FutureWarning, None, 0) not in warnings.filters:
         warnings.filterwarnings("ignore", message=_DEPRECATED.pattern, category=FutureWarning)
     logger = logging.getLogger("DeepSpeed")
@@ -110,10 +111,10 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 
 def _take_over_group() -> None:
-    """Make DeepSpeed use this process's process group, and forget the group of an earlier launch.
+    """Make DeepSpeed use this process's process group, and forget an earlier launch's group.
 
-    A group inherited through a fork is kept but not used. It can't be destroyed: that would wait for its threads, which
-    a fork does not copy.
+    A group inherited through a fork is kept but not used. It can't be destroyed, because the call would wait for the
+    group's threads, which a fork does not copy.
     """
     global _group, _owner_pid
     comm: Any = importlib.import_module("deepspeed.comm.comm")
@@ -130,7 +131,7 @@ def _take_over_group() -> None:
 
 @contextmanager
 def _compiling_later() -> Iterator[None]:
-    """While the block runs, make ``torch.compile`` wait until the compiled function is called."""
+    """Make ``torch.compile`` in the block defer compilation until the function is called."""
     compiler: Any = torch
     compile_now = compiler.compile
 
@@ -148,7 +149,7 @@ def _compiling_later() -> Iterator[None]:
 
 
 def is_engine(model: Any) -> bool:
-    """Return whether ``model`` is one of DeepSpeed's engines. Imports nothing."""
+    """Return whether ``model`` is one of DeepSpeed's engines; import nothing."""
     library: Any = sys.modules.get("deepspeed")
     return library is not None and isinstance(model, library.DeepSpeedEngine)
 

@@ -19,7 +19,7 @@ from nblaunch.training.strategies.deepspeed.config import AUTO, HfDeepSpeedConfi
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _ZERO = "zero_optimization"
-# Fields that correspond to keys of DeepSpeed's configuration.
+# Fields that correspond to keys in DeepSpeed's configuration.
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -57,9 +57,9 @@ class DeepSpeedSettings:
     ``accelerator.save_model``.
 
     Args:
-        hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
-            ``.config``. The plugin copies it into an ``HfDeepSpeedConfig``. An ``HfDeepSpeedConfig``, which
-            transformers creates, is not copied: later changes by a ``Trainer`` take effect.
+        hf_ds_config: DeepSpeed's configuration: a dict, the path to a JSON file, JSON text, or an object with a dict
+            ``.config``. The plugin copies it into an ``HfDeepSpeedConfig``. An ``HfDeepSpeedConfig``, such as one that
+            transformers creates, is not copied, so a ``Trainer``'s later changes take effect.
         gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
         gradient_clipping: maximum norm of a step's gradients; None: the ``max_norm`` passed to ``clip_grad_norm_``, or
             no clipping if that is not called.
@@ -67,7 +67,7 @@ class DeepSpeedSettings:
             weights.
         is_train_batch_min: with several loaders, train on the one with the smallest batches. False: the largest.
         offload_optimizer_device: where to keep optimizer states: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
-        offload_param_device: where to keep weights with stage 3; same values.
+        offload_param_device: where to keep weights with stage 3; takes the same values.
         offload_optimizer_nvme_path: folder for ``"nvme"``.
         offload_param_nvme_path: folder for ``"nvme"``.
         zero3_init_flag: not supported; build the model in ``with deepspeed.zero.Init():`` instead.
@@ -78,7 +78,7 @@ class DeepSpeedSettings:
         msamp_opt_level: not supported.
 
     Raises:
-        ValueError: a field has an invalid value, or contradicts the configuration. The message names its key.
+        ValueError: a field has an invalid value, or contradicts the configuration. The message names the field's key.
         TypeError: the configuration has an unsupported type.
         NotImplementedError: an unsupported field was set.
     """
@@ -205,11 +205,11 @@ class DeepSpeedSettings:
         return dataclasses.replace(asked, num_steps=steps)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of a key of the configuration, such as ``"zero_optimization.stage"``."""
+        """Return the value of a key in the configuration, such as ``"zero_optimization.stage"``."""
         return get(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether a key of the configuration is still "auto"."""
+        """Return whether a key in the configuration is still "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -247,7 +247,7 @@ class DeepSpeedSettings:
 
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-            if config.get(key, AUTO) == AUTO:  # building a model does not use these values, but checks them
+            if config.get(key, AUTO) == AUTO:  # these values are checked, but not used, when a model is built
                 config[key] = 1
         if config.get("train_batch_size") == AUTO:
             del config["train_batch_size"]
@@ -255,7 +255,7 @@ class DeepSpeedSettings:
         self.dschf = HfDeepSpeedConfig(config)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return False: this plugin never shards models while they are built."""
+        """Return False: this plugin never shards models while they are being built."""
         return False
 
 

@@ -1,6 +1,6 @@
 """ZeRO: DeepSpeed's engine trains the model, and each rank holds a shard of the training state.
 
-    stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      are sharded
+    stage 1: optimizer states   stage 2: also gradients   stage 3: also weights      are sharded
 
 The engine accumulates, clips, scales losses, steps and clears gradients. Users keep their own loops: the strategy
 passes each call on to the engine.
@@ -45,8 +45,8 @@ from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 class DeepSpeedStrategy(Strategy):
     """Trains with one engine per Accelerator, built from the model and the optimizer in one call to ``prepare``.
 
-    A model without an optimizer is only evaluated: stage 3 shards it, stages 1 and 2 only move it to its device. If
-    there are several plugins, the one selected when a model is set up configures its engine.
+    A model without an optimizer is only evaluated: stage 3 shards it, while stages 1 and 2 only move it to its device.
+    If there are several plugins, the one that is selected when a model is set up configures the model's engine.
     """
 
     name = "deepspeed"
@@ -136,7 +136,7 @@ class DeepSpeedStrategy(Strategy):
         return model
 
     def _needs_engine(self) -> bool:
-        """Return whether a model needs an engine: to train it, or in stage 3 also to evaluate it."""
+        """Return whether a model needs an engine: to train it or, in stage 3, also to evaluate it."""
         return self._given.optimizer is not None or self._plugins.active.zero_stage == 3
 
     def _inputs(self, model: torch.nn.Module, process: JoinedProcess) -> EngineInputs:
@@ -211,13 +211,13 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 "backward was called twice without optimizer.step() in between, so DeepSpeed's engine would compute "
                 "wrong gradients. Add the losses and call backward once; to accumulate gradients, use "
-                "accelerator.accumulate(model), or accelerator.no_sync(model) around all but the last"
+                "accelerator.accumulate(model), or accelerator.no_sync(model) around all but the last call"
             )
         deepspeed_library.quieten()
         self._is_step_due = self._is_boundary
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
-        # As in DeepSpeed, ``scale_wrt_gas=False`` means that the loop has divided the loss itself. Divide it here,
-        # because the last window of an epoch may be shorter than the engine's setting.
+        # As in DeepSpeed, ``scale_wrt_gas=False`` means that the loop has divided the loss itself. Otherwise, divide it
+        # here rather than in the engine, because the last window of an epoch may be shorter than the engine's setting.
         part = loss / divisor if options.get("scale_wrt_gas", True) else loss
         self.engine.backward(part, **{**options, "scale_wrt_gas": False})
 
@@ -405,7 +405,7 @@ def _total_norm(engine: Any) -> torch.Tensor:
 
 
 def _last_total_norm(engine: Any) -> torch.Tensor:
-    """Return the gradient norm of the last step; 0 if there was none."""
+    """Return the gradient norm from the last step; 0 if there was no step."""
     return torch.as_tensor(engine.get_global_grad_norm() or 0.0, dtype=torch.float32)
 
 
@@ -421,7 +421,7 @@ class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
-        """Return the plugins of the process, from a mapping of names to plugins or from a single one."""
+        """Return the process's plugins, given a mapping of names to plugins or a single plugin."""
         return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
 
     def build(self, setup: TrainingSetup) -> Strategy:
@@ -430,7 +430,7 @@ class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
 
 @dataclass
 class DeepSpeedPlugins(StrategyPlugin):
-    """The DeepSpeed plugins of a process, by name. ``prepare`` uses the selected one."""
+    """A process's DeepSpeed plugins, by name. ``prepare`` uses the selected one."""
 
     name = DeepSpeedStrategy.name
     is_kept = True
@@ -491,7 +491,7 @@ def _batch_size(loader: DataLoader) -> int | None:
 
 
 def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
-    """Make stage 3 gather layers of these classes as a whole, such as layers that use only some of their submodules."""
+    """Make stage 3 gather each layer of these classes as a whole, for layers that use only some of their submodules."""
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}

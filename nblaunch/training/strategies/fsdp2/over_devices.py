@@ -1,7 +1,7 @@
 """Models that the compiler shards over all devices of a single process (SPMD).
 
 No ranks exchange data here: a tensor has its global shape, and an annotation says along which dimension the devices
-shard it. From the annotations of weights, gradients and optimizer state, the compiler derives where to gather weights
+shard it. From the annotations on weights, gradients and optimizer state, the compiler derives where to gather weights
 and reduce gradients. States are read and written in full, as without sharding.
 """
 
@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 
 class DeviceShardsStrategy(Strategy):
-    """Shards weights, gradients and optimizer state over the devices of this process."""
+    """Shards weights, gradients and optimizer state over this process's devices."""
 
     name = "fsdp2 over devices"
 
@@ -87,7 +87,7 @@ class DeviceShardsStrategy(Strategy):
         self._dimensions[parameter] = dimension
         self._backend.shard(parameter, dimension)
         if parameter.requires_grad:
-            # Shard them in every micro-step, because accumulated gradients stay in memory between steps.
+            # Shard the gradients in every micro-step, because accumulated gradients stay in memory between steps.
             parameter.register_post_accumulate_grad_hook(self._shard_gradient)
 
     def _shard_gradient(self, parameter: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ class DeviceShardsStrategy(Strategy):
             self._backend.shard(parameter.grad, self._dimensions[parameter])
 
     def _send_parts(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Shard weights over the devices before loading, because ``copy_`` would send all of them to each device."""
+        """Shard weights over devices before loading them, because ``copy_`` would send all of them to each device."""
         for name, parameter in module.named_parameters(recurse=False):
             loaded, dimension = state.get(prefix + name), self._dimensions.get(parameter)
             if dimension is not None and isinstance(loaded, torch.Tensor) and loaded.shape == parameter.shape:

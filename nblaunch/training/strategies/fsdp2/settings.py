@@ -27,7 +27,7 @@ _DTYPES = {
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _TRUTH = {"true": True, "false": False}  # spellings in files and environment variables
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-# Fields of FSDP version 1 without a counterpart in torch's fully_shard.
+# Fields from FSDP version 1 without a counterpart in torch's fully_shard.
 _VERSION_1_FIELDS = (
     "backward_prefetch", "forward_prefetch", "state_dict_config", "optim_state_dict_config", "use_orig_params",
     "sync_module_states",
@@ -38,7 +38,7 @@ FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
-# The lists above are Accelerate's. Other libraries check their arguments against them, and number them from 1.
+# The lists above are Accelerate's. Other libraries check their arguments against them, and number the entries from 1.
 _SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
 
 
@@ -47,13 +47,13 @@ class ShardingSettings:
     """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     If one process drives all XLA devices (``strategy="spmd"``), XLA's compiler shards models over these devices, and
-    checkpoints are the same as without sharding. There, only ``ignored_modules`` has an effect; fields that the
+    checkpoints are the same as without sharding. In this case, only ``ignored_modules`` has an effect; fields that the
     compiler can't support raise an error.
 
-    Later Accelerators of the process use the same plugin, unless they get another strategy or a ``parallelism_config``
-    without shards.
+    Later Accelerators in the process use the same plugin, unless they get another strategy or a ``parallelism_config``
+    without sharding.
 
-    A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
+    A plain ``torch.save(model.state_dict(), path)`` writes only one rank's shards. Save full weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save the
     dict on the main process. ``accelerator.save`` rejects shards.
 
@@ -68,34 +68,36 @@ class ShardingSettings:
             backward. False: keep them until then, which needs more memory and less communication. A number: keep them
             sharded over this many ranks.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``, a dict of its fields (dtypes may be names), or
-            ``"bf16"``, ``"fp16"`` or ``"fp32"`` for all of them. None: the Accelerator's ``mixed_precision`` for all,
-            as in Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more exactly, and
-            returns outputs in fp32.
+            ``"bf16"``, ``"fp16"`` or ``"fp32"`` for all of them. None: the Accelerator's ``mixed_precision`` for all of
+            them, as in Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more
+            accurately, and returns outputs in fp32.
         auto_wrap_policy: chooses the modules to gather as units: ``"transformer_based_wrap"`` (by class),
             ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``, such
-            as a policy from ``torch.distributed.fsdp.wrap``. None: the two fields below decide, else the model's
-            ``_no_split_modules``, else its lists of equal blocks.
+            as a policy from ``torch.distributed.fsdp.wrap``. None: the two fields below decide or, if neither is set,
+            the model's ``_no_split_modules``, or else its lists of equal blocks.
         transformer_cls_names_to_wrap: classes or their names; each module of these classes is a unit.
         min_num_params: a module with at least this many elements is a unit; 100 million by default.
         cpu_offload: keep shards of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
         ignored_modules: modules that are not sharded, or a regular expression for their names. Every rank holds and
             trains these modules separately; nblaunch warns if they are not frozen.
-        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shard, and any number of
+        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shards, and any number of
             ranks can load them. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
         activation_checkpointing: recompute the activations of units in backward instead of keeping them.
         activation_checkpointing_offload: keep the inputs of these units in host memory until backward.
         cpu_ram_efficient_loading: if only rank 0 has weights, and other ranks built the model on the meta device, rank
-            0 sends them shard by shard. False: reject such a model instead.
+            0 sends the weights shard by shard. False: reject such a model instead.
         param_init_fn: initialises a module that is on the meta device on every rank. It is called with each module that
-            directly holds such weights or buffers, in CPU memory. None: call the module's ``reset_parameters``, then
-            the model's ``_init_weights``, if they exist. Tensors that remain without values are an error.
+            directly holds uninitialised weights or buffers, which are in CPU memory for the call. None: call the
+            module's ``reset_parameters``, then the model's ``_init_weights``, if they exist. It is an error if any
+            tensors remain without values.
         limit_all_gathers: accepted, but has no effect: version 2 never gathers further ahead than memory allows.
-        backward_prefetch, forward_prefetch, state_dict_config: fields of version 1, ignored with a warning.
-        optim_state_dict_config, use_orig_params, sync_module_states: fields of version 1, ignored with a warning.
+        backward_prefetch, forward_prefetch, state_dict_config: fields from version 1, ignored with a warning.
+        optim_state_dict_config, use_orig_params, sync_module_states: fields from version 1, ignored with a warning.
 
     Raises:
-        ValueError: a field has no meaning in version 2, or an unknown value. The message says what to write instead.
+        ValueError: a field has no meaning in version 2, or has an unknown value. The message says what to write
+            instead.
     """
 
     fsdp_version: int = 2
@@ -131,7 +133,7 @@ class ShardingSettings:
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
         self.cpu_offload = _offload(self.cpu_offload)
         reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
-        if isinstance(reshards, str):  # version 1 passes its strategies here
+        if isinstance(reshards, str):  # in version 1, strategies are passed here
             self.sharding_strategy, reshards = _sharding_name(reshards, "reshard_after_forward"), None
         if reshards is None:
             reshards = _SHARDING.get(str(self.sharding_strategy), True)
@@ -171,7 +173,7 @@ class ShardingSettings:
         if name == "LOCAL_STATE_DICT":
             raise ValueError(
                 "state_dict_type='LOCAL_STATE_DICT' belongs to FSDP version 1; use 'SHARDED_STATE_DICT', which "
-                "also writes the shards of each rank and can be loaded on any number of ranks"
+                "also writes each rank's shards and can be loaded on any number of ranks"
             )
         check_choice("state_dict_type", name.lower(), STATE_DICT_TYPES)
         self.state_dict_type = name
@@ -229,7 +231,7 @@ class ShardingSettings:
         if isinstance(policy, dict):
             fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
             for name in policy:
-                if name != "buffer_dtype":  # a field of version 1: buffers keep their own dtype
+                if name != "buffer_dtype":  # a field from version 1: buffers keep their own dtype
                     check_choice("mixed_precision_policy field", name, fields)
             return MixedPrecisionPolicy(
                 **{name: _value(name, policy[name]) for name in fields if name in policy}
@@ -241,7 +243,7 @@ class ShardingSettings:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return the value of a policy's field, converting names of dtypes such as ``"bf16"`` or ``"bfloat16"``."""
+    """Return the value of a policy's field, converting dtype names such as ``"bf16"`` or ``"bfloat16"``."""
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
         return value
     dtypes = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
@@ -251,7 +253,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _sharding_name(strategy: Any, argument: str = "sharding_strategy") -> str | None:
-    """Return the name of a sharding strategy of version 1, from its name, its number or torch's enum member."""
+    """Return the name of a version 1 sharding strategy, given its name, its number or torch's enum member."""
     if strategy is None:
         return None
     name = str(getattr(strategy, "name", strategy)).upper()
@@ -271,7 +273,7 @@ def _offload(offload: Any) -> Any:
         return bool(offload)
     if isinstance(offload, str) and offload.lower() in _TRUTH:
         return _TRUTH[offload.lower()]
-    if hasattr(offload, "offload_params"):  # CPUOffload of version 1
+    if hasattr(offload, "offload_params"):  # CPUOffload from version 1
         return bool(offload.offload_params)
     if hasattr(offload, "pin_memory"):  # CPUOffloadPolicy
         return offload

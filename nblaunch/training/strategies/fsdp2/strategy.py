@@ -1,4 +1,5 @@
-"""Fully sharded data parallelism (FSDP2): every rank holds a shard of each weight, gathered unit by unit when needed.
+"""Fully sharded data parallelism (FSDP2): every rank holds a shard of each weight, and the full weights are gathered
+unit by unit when needed.
 
 A unit is a module whose weights are gathered together. ``setup_module`` chooses units, shards them, and fills the
 shards from the weights that the ranks had before.
@@ -36,10 +37,10 @@ class Fsdp2Strategy(DTensorStrategy):
     """Applies torch's ``fully_shard`` over all ranks, or within each machine. A single rank shards nothing.
 
     Args:
-        process: the ranks and the device of this process.
+        process: this process's ranks and device.
         settings: the user's settings, read when a model is set up.
         dtype: the dtype of gathered weights; None: keep the weights' own dtypes.
-        parallelism: how the ranks are divided; None: all ranks shard together, or the ranks of each machine.
+        parallelism: how the ranks are divided; None: all ranks shard together, or the ranks on each machine do.
     """
 
     name = "fsdp2"
@@ -71,7 +72,7 @@ class Fsdp2Strategy(DTensorStrategy):
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def place(self, model: nn.Module, process: JoinedProcess) -> None:
-        """Move a model that will not be sharded; otherwise only the shards move."""
+        """Move a model that will not be sharded; if it will be, only the shards move."""
         if not self.holds_shards:
             super().place(model, process)
 
@@ -97,7 +98,8 @@ class Fsdp2Strategy(DTensorStrategy):
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        # Every step allocates and frees units. glibc would keep freed memory, up to the whole model's size or more.
+        # Every step allocates and frees units. glibc would keep the freed memory, which could reach or exceed the size
+        # of the whole model.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard changes the class
@@ -112,7 +114,7 @@ class Fsdp2Strategy(DTensorStrategy):
         for unit in units:
             fsdp2_units.gather_for_training(unit)
             fsdp2_units.reject_copies(unit)
-        # Look the parameters up again, because others may have replaced them.
+        # Look the parameters up again, because they may have been replaced.
         averaged = [weight for weight in map(model.get_parameter, whole) if weight.requires_grad]
         fsdp2_units.average_gradients(averaged, mesh, units)
         own_bytes = sum(
@@ -121,7 +123,7 @@ class Fsdp2Strategy(DTensorStrategy):
             if is_sharded(parameter)
         )
         is_freed = self._settings.reshard_after_forward
-        kept = "freed after its forward" if is_freed else "kept until its backward"
+        kept = "freed after its forward pass" if is_freed else "kept until its backward pass"
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
@@ -142,7 +144,7 @@ class Fsdp2Strategy(DTensorStrategy):
         """Shard a model that each rank holds whole or on the meta device; return its size in bytes."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
-        # Keep trained weights in fp32 if layers compute in 16 bits, even if the weights were loaded in 16 bits,
+        # Keep trainable weights in fp32 if layers compute in 16 bits, even if the weights were loaded in 16 bits,
         # because small steps would otherwise be lost.
         trained_dtype = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
@@ -172,7 +174,7 @@ class Fsdp2Strategy(DTensorStrategy):
         ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        # A shard of a quantised weight would lose the data that its library stores with it.
+        # A shard of a quantised weight would lose the data that its library stores with the weight.
         return ignored | {parameter for parameter in model.parameters() if is_quantised_weight(parameter)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any) -> None:
@@ -258,7 +260,7 @@ _WITHOUT_SHARDS = {
     "LBFGS": "joins all weights into one vector",
     "Rprop": "selects single elements",
 }
-"""Optimizers that torch 2.13 can't step on shards, by the names of their classes, with the reason."""
+"""Optimizers whose steps torch 2.13 can't compute on shards, by class name, with the reason for each."""
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -273,7 +275,9 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Convert trained 16-bit parameters to fp32. ``FullWeights`` does the same for models that are not sharded yet."""
+    """Convert trainable 16-bit parameters to fp32. ``FullWeights`` does the same for models that are not sharded
+    yet.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -290,7 +294,7 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
         warn(
-            f"ignored_modules leaves {formatting.first(names, 3)} to each rank: their gradients are not averaged, "
+            f"ignored_modules excludes {formatting.first(names, 3)} from sharding: their gradients are not averaged, "
             "so the ranks diverge, and checkpoints contain only rank 0's values. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"
         )

@@ -1,13 +1,12 @@
-"""The units of a sharded model. The weights of a unit are gathered together before its forward pass, and freed together
-after it.
+"""The units of a sharded model. A unit's weights are gathered together before its forward pass and freed afterwards.
 
 model (the rest)         one unit for the rest of the model: embedding, norm, head
   layers.0 ... layers.N  one unit each: memory holds the full weights of only one at a time
 
 A unit never returns views; it returns separate tensors that use the same memory. torch gathers a unit's
-weights for backward in a hook on the tensors that it returned. A linear layer returns a view for batches of
-sequences, and the user's next ``x += y`` would remove the hook from a view. torch (2.12 and later) also warns
-about each such unit.
+weights for backward in a hook on the tensors that the unit returned. For batches of sequences, a linear layer returns a
+view, and the user's next ``x += y`` would remove the hook from it. torch (2.12 and later) also warns about each such
+unit.
 
 A unit can recompute its activations in backward instead of keeping them.
 
@@ -249,7 +248,7 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Make ``module`` return no views. Call this before ``fully_shard``, whose hooks must run after this one."""
+    """Make ``module`` return no views. Call this before ``fully_shard``, whose hooks must run after this hook."""
     module.register_forward_hook(_without_views_uncompiled(), with_kwargs=True)
 
 
@@ -296,7 +295,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AsOwnTensor(torch.autograd.Function):
-    """Returns a separate tensor that shares a view's memory. Autograd notices writes to it if it has saved the view."""
+    """Returns a separate tensor that shares a view's memory. Autograd notices writes to it if the view was saved."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
@@ -367,7 +366,7 @@ def register_new_parameters(module: nn.Module) -> None:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequence[nn.Module]) -> None:
-    """Average gradients of unsharded parameters whenever ``backward`` reduces gradients of ``units``.
+    """Average the gradients of unsharded parameters whenever ``backward`` reduces the gradients of ``units``.
 
     This includes gradients accumulated earlier. If these were averaged before, they are the same on all ranks, and
     averaging again does not change them.

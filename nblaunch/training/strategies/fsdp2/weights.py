@@ -32,15 +32,16 @@ _UNKNOWN = "unknown"
 class FullWeights:
     """Keeps a model's full weights during sharding, and fills the shards from them without another full copy.
 
-    This is a collective: ranks compare where each tensor is, and rank 0 sends the tensors that only it has.
+    All ranks must use this class together: they compare where each tensor is, and rank 0 sends the tensors that only it
+    has.
 
     Args:
         model: the model as the user built it.
-        ignored: parameters that are not sharded; replacing one of them also replaces it in this set.
-        device: this rank's device, for unsharded tensors and for communication; :meth:`fill_shards` takes the device
-            of the shards.
+        ignored: parameters that are not sharded; if one of them is replaced, it is also replaced in this set.
+        device: this rank's device, for unsharded tensors and for communication; :meth:`fill_shards` takes the shards'
+            device.
         may_be_sent: whether rank 0 may send other ranks the weights that only rank 0 has.
-        trained_dtype: the dtype of the shards of trained weights; None: as in the model.
+        trained_dtype: the dtype for shards of trained weights; None: as in the model.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class FullWeights:
             moved = operations.broadcast(moved.clone())
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
-        elif isinstance(tensor, nn.Parameter):  # a meta parameter can't get memory, so replace it
+        elif isinstance(tensor, nn.Parameter):  # a meta parameter can't be given memory, so replace it
             self._replace(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
         else:
             self._put(tensor, moved)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Put ``new`` in place of an ignored parameter."""
+        """Replace an ignored parameter with ``new``."""
         self._put(old, new)
         self._ignored.remove(old)
         self._ignored.add(new)
 
     def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Put ``new`` wherever the model has ``old``, under each of its names."""
+        """Replace ``old`` with ``new`` throughout the model, under each of its names."""
         for module in self._model.modules():
             for held in (module._parameters, module._buffers):
                 for name in [name for name, tensor in held.items() if tensor is old]:
@@ -150,7 +151,7 @@ class FullWeights:
         pages. The system copies a page when training first writes to it, and never copies pages of frozen weights.
         """
         is_own = self._origins[name] == "own" and source.is_contiguous() and source.dtype == meta_shard.dtype
-        # Writes to memory from share_memory() are visible in all processes, so that memory must be copied.
+        # Writes to memory from share_memory() are visible in all processes, so such memory must be copied.
         if device.type == "cpu" and is_own and not source.is_shared():
             held = dtensor.slice_for(meta_shard, source.detach())
             if held.is_contiguous() and memory.is_shared(held.data_ptr(), held.numel() * held.element_size()):
@@ -173,7 +174,7 @@ class FullWeights:
         return full
 
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Give all ranks the same initial weights, module by module, so that each holds one full module at a time."""
+        """Give all ranks the same initial weights, so that each rank holds only one full module at a time."""
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
         make = initialise or constructor(self._model)
         made: set[int] = set()
@@ -223,7 +224,7 @@ class FullWeights:
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
         """Return the error message for tensors that initialisation left without values.
 
-        ``is_given``: the user passed param_init_fn.
+        ``is_given``: whether the user passed param_init_fn.
         """
         owners = {name: self._class_names[name.rpartition(".")[0]] for name in unmade}
         listed = formatting.first([f"{name} ({owner})" for name, owner in owners.items()], 8)
@@ -234,14 +235,14 @@ class FullWeights:
                 "Initialise them there, or build the model on the CPU"
             )
         return (
-            f"{model}, and neither reset_parameters() of the modules nor _init_weights() of the model initialises "
+            f"{model}, and neither the modules' reset_parameters() nor the model's _init_weights() initialises "
             f"all of these weights and buffers: {listed}. Initialise them there, pass "
             "FullyShardedDataParallelPlugin(param_init_fn=...), or build the model on the CPU"
         )
 
 
 def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
-    """Return the source of each tensor: "own", "rank 0" or "nowhere". All ranks compare theirs in one collective."""
+    """Return the source of each tensor: "own", "rank 0" or "nowhere". All ranks compare tensors in one collective."""
     mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
     everyones = operations.gather_object([mine])
     shapes = [[(name, shape) for name, shape, _ in model_print] for model_print in everyones]
@@ -262,7 +263,9 @@ def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: boo
         elif len(set(prints)) == 1 and prints[0] != _UNKNOWN:
             origins[name] = "own"
         elif prints[0] == _META:
-            raise ValueError(f"{name} of the {model_name} is on the meta device on rank 0, but not on others")
+            raise ValueError(
+                f"{name} of the {model_name} is on the meta device on rank 0, but not on other ranks"
+            )
         elif _META in prints and not may_be_sent:
             raise ValueError(
                 f"{name} of the {model_name} is on the meta device on rank {prints.index(_META)}, but with "
@@ -281,7 +284,7 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 
 @contextmanager
 def _random_state_of_main() -> Iterator[None]:
-    """Give every rank the state of rank 0's CPU generator in the block, and restore its own afterwards."""
+    """Give every rank the state of rank 0's CPU generator in the block, and restore its own state afterwards."""
     state = operations.broadcast_object_list([torch.get_rng_state()])[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
@@ -300,15 +303,15 @@ def _own_name(name: str) -> str:
 
 #     StandIns        the model's tensors during initialisation: only shapes, except in the current module
 #     unwritten       creates tensors that show which elements were not written
-#     constructor     writes the tensors as building the model on the CPU would
+#     constructor     writes the tensors as if the model were built on the CPU
 
 
 class StandIns:
-    """Replaces all tensors of a model with meta tensors tied in the same way, in a ``with`` block.
+    """Replaces all of a model's tensors with meta tensors tied in the same way, in a ``with`` block.
 
-    The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
-    writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that
-    have values are kept.
+    The code that initialises one module may also write to others: for example, ``_init_weights`` for transformers'
+    attention layers writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised
+    weights that have values are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -391,12 +394,12 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Return a function that initialises one module, if possible in the same way as building the model on the CPU.
+    """Return a function that initialises one module, if possible as it would be when the model is built on the CPU.
 
-    The constructor of the module's class calls ``reset_parameters``. transformers models then apply their
-    ``_init_weights`` to each of their modules outside nested models, inner modules first. This includes
-    containers, since ``_init_weights`` may write to their contents. For other models, the function calls only
-    the outermost model's ``_init_weights``, with the module.
+    The module's constructor calls ``reset_parameters``. transformers models then apply their ``_init_weights`` to each
+    of their modules outside nested models, inner modules first. This includes containers, since ``_init_weights`` may
+    write to their contents. For other models, the function calls only the outermost model's ``_init_weights``, with the
+    module.
     """
     around: dict[str, list[nn.Module]] = {}  # name -> the module and its parents, innermost first
     for name, module in model.named_modules():
@@ -422,7 +425,7 @@ def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _takes(method: Any, *args: Any) -> TypeGuard[Callable[..., Any]]:
-    """Return whether a method accepts these arguments; a method of the same name may serve another purpose."""
+    """Return whether a method accepts these arguments; a method with the same name may serve another purpose."""
     if not callable(method):
         return False
     try:
