@@ -199,8 +199,8 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
 def _start_error(error: OSError, started: int, wanted: int) -> str:
     return (
         f"the system could not start worker {started} of {wanted} (fork: {error.strerror}), so the workers "
-        f"that were running ({started}) were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
-        "container) and free memory, or use fewer processes."
+        f"that were running ({started}) were stopped. Check the limit on processes (ulimit -u, or the container's pids "
+        "limit) and free memory, or use fewer processes."
     )
 
 
