@@ -228,7 +228,7 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "CPU" or topology.world_size == 1:
             process_group.join("gloo", topology, timeout_s)
         elif topology.master_port and not dist.is_initialized():
-            # torch_xla's rendezvous tells the runtime who its peers are (if TORCHELASTIC_RUN_ID is set) and numbers the
+            # torch_xla's rendezvous names the runtime's peers (if TORCHELASTIC_RUN_ID is set) and numbers the
             # ranks by device, in the runtime's own order. Its process group, though, takes only XLA tensors and can't
             # be combined with another one (torch 2.9). Gloo takes CPU tensors, and can be combined with other groups.
             xla_runtime.part("distributed.xla_backend")

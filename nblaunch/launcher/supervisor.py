@@ -451,10 +451,8 @@ class Supervisor:
         # A forkserver that blocks before it starts its workers has not reported their pids.
         name, hint = f"rank {rank}", ""
         if pid is not None:
-            name, hint = (
-                f"{name} (pid {pid})",
-                f"; as root, cat /proc/{pid}/stack shows what it is waiting for",
-            )
+            name = f"{name} (pid {pid})"
+            hint = f"; as root, cat /proc/{pid}/stack shows what it is waiting for"
         text = (
             f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system is blocking "
             f"it. The job continued without it. The process keeps its memory and devices until the system ends it{hint}"

@@ -155,7 +155,7 @@ def _notes_of_elsewhere(
     return [
         Note.of_job(
             f"{listed(modules, paths)} changed only on {formatting.ranks(ranks)}, but the weights come from another "
-            "rank, where they have not changed. To train a model on each rank, return its state_dict() and launch "
+            "rank, where nothing has changed them. To train a model on each rank, return its state_dict() and launch "
             "with return_all=True",
             "warning",
         )

@@ -77,22 +77,19 @@ class Accelerator(AcceleratorProperties):
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` counts the samples of all ranks together. None: as in
             ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: the first of these that is set: the
-            precision of an earlier Accelerator, of ``notebook_launcher``, or in the variable
-            ``ACCELERATE_MIXED_PRECISION``; otherwise ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: the precision of an earlier Accelerator,
+            of ``notebook_launcher`` or from the variable ``ACCELERATE_MIXED_PRECISION``, in this order, or ``"no"``.
         gradient_accumulation_steps: number of micro-steps per optimizer step; see :meth:`accumulate`.
         cpu: compute on the CPU even if there are other devices.
         dataloader_config: how prepared loaders divide their data among ranks.
         rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (default;
-            the loader's own, which is always synchronised if all ranks use the order that it draws), ``"torch"``,
-            ``"cuda"``.
+            the loader's own, which is always synchronised if all ranks use its order), ``"torch"``, ``"cuda"``.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder for this training run's checkpoints and logs.
         project_config: settings for this folder and for the names of checkpoints. Its ``project_dir``, if set, takes
             precedence.
-        gradient_accumulation_plugin: all settings for gradient accumulation, instead of
-            ``gradient_accumulation_steps``.
+        gradient_accumulation_plugin: all settings for accumulation, instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: schedulers step only when their optimizer does, and then once per process,
             because schedules are written for a single process. False: they step exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
@@ -414,8 +411,7 @@ class Accelerator(AcceleratorProperties):
         With gradient accumulation, the end of an uneven loader does not close a window, so that all ranks synchronise
         in the same steps; the remaining gradients count towards the next window. At the end of the block, ranks that
         ran out of data get the state of optimizers, schedules and windows from the others. Ranks without data can't
-        join other collectives in the loop, such as ``gather``, or a second forward pass of a model before the next
-        batch.
+        join other collectives, such as ``gather``, or a second forward pass of a model before the next batch.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) in the loop.
