@@ -339,7 +339,7 @@ class FakePanel:
     def connect(self, controls: Controls) -> None:
         self.controls = controls
 
-    def show(self, view: JobView) -> None:
+    def show(self, view: JobView, *, is_urgent: bool = False) -> None:
         if len(self.views) == self._breaks_at:
             raise TypeError("a trait is gone")
         self.views.append(view)
