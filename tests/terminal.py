@@ -6,10 +6,14 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import termios
+import time
 from collections.abc import Sequence
+
+TIMEOUT_S = 180.0
 
 
 class Emulator:
@@ -88,8 +92,11 @@ def run_in_terminal(
         )
         os.close(its)
         its = -1
-        written = b""
+        written, deadline = b"", time.monotonic() + TIMEOUT_S
         while True:
+            if not select.select([own], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                program.kill()
+                raise AssertionError(f"the program did not end within {TIMEOUT_S:g} s:\n{written.decode()}")
             try:
                 piece = os.read(own, 65536)
             except OSError:  # Linux reports a closed other side this way

@@ -340,19 +340,42 @@ def announce_input(rank: int, emit: Callable[[Event], None]) -> None:
     """Report to the launcher when the functions begin and end to wait for the user."""
     read_line, read_hidden = builtins.input, getpass.getpass
 
-    def ask(prompt: object, read: Callable[[], str], *, is_hidden: bool) -> str:
+    def begin(prompt: object, *, is_hidden: bool) -> None:
         flush()
         emit(InputAwaited(rank, prompt=str(prompt), is_hidden=is_hidden))
+
+    def announced_input(prompt: object = "", /) -> str:
+        begin(prompt, is_hidden=False)
         try:
-            return read()
+            return read_line()
         finally:
             emit(InputRead(rank))
 
-    def announced_input(prompt: object = "", /) -> str:
-        return ask(prompt, read_line, is_hidden=False)
-
     def announced_getpass(prompt: str = "Password: ", stream: object = None, **options: str) -> str:
-        return ask(prompt, lambda: read_hidden("", io.StringIO(), **options), is_hidden=True)
+        # getpass writes the prompt once the terminal no longer shows what is typed, and drops what was typed before.
+        stream = _Prompt(lambda: begin(prompt, is_hidden=True))
+        try:
+            return read_hidden(prompt or " ", stream, **options)
+        finally:
+            emit(InputRead(rank))
 
     builtins.input = announced_input
     getpass.getpass = announced_getpass
+
+
+class _Prompt(io.StringIO):
+    """The output of ``getpass``, which first writes the prompt.
+
+    Args:
+        begin: called instead of writing the prompt.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin: Callable[[], None] | None = begin
+
+    def write(self, text: str) -> int:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
+        return len(text)
