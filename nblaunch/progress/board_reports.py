@@ -162,8 +162,10 @@ class LoopStack:
         """Whether no loop is running."""
         return not self._stack
 
-    def move_to(self, loop: Loop, step: int) -> None:
-        """Set the number of completed steps of ``loop``."""
+    def move_to(self, loop: Loop, step: int, samples: int = 0) -> None:
+        """Set the number of completed steps of ``loop``, and count samples of the steps in between."""
+        if samples:
+            self._slot.count_samples(samples)
         if self.shown is loop:
             loop.step = step
             self._slot.advance_to(step)

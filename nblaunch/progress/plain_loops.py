@@ -196,7 +196,7 @@ class _Reading:
         num_read: number of batches that were read.
         num_ahead: number of these batches that are not done when the next batch is read.
         num_late: number of these batches that are still to be trained on after the loader has ended; 0 before that.
-        num_rows: rows in the batches that were read before the loop was on the board.
+        num_rows: rows in the batches that were read before the loop was on the board, and are not counted yet.
         read_at: sequence number of its last read among the reads of all loops; 0 once ``backward`` has been called for
             it.
         loop: loop on the board; None until its kind is known.
@@ -329,7 +329,7 @@ class PlainLoops:
         if loop is None:
             return
         if reading.num_ahead and reading.num_read == reading.length:
-            loops.move_to(loop, reading.length)
+            loops.move_to(loop, reading.length, reading.num_rows)
         if reading.trains:
             self.show_losses()
             self.reports.losses.flush()
@@ -433,7 +433,10 @@ class PlainLoops:
         length = reading.length if reading.length >= 0 or loops.plan is None else loops.plan.length
         reading.length = length
         reading.loop = loops.begin(length, epoch, WorkerState.TRAINING, num_epochs=num_epochs)
-        loops.advance(reading.loop, reading.num_rows)
+        # The batches ahead count as steps of their own, although they are read already.
+        num_done = reading.num_rows // (reading.num_ahead + 1)
+        reading.num_rows -= num_done
+        loops.advance(reading.loop, num_done)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
         """Return the number of this epoch, counted from 1, and the total number of epochs (0 if unknown)."""

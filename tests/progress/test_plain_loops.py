@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nblaunch import Accelerator, notebook_launcher
+from nblaunch import Accelerator, context, notebook_launcher
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 from tests.progress.jobs import run_job
@@ -268,6 +268,28 @@ def test_a_prepared_loader_is_counted_once() -> None:
     for rank in view.ranks:
         assert (rank.step, rank.total, rank.epoch) == (LENGTH, LENGTH, EPOCHS)
         assert rank.reading.steps_done == LENGTH * EPOCHS
+
+
+def ahead() -> list[int]:
+    """Read one batch ahead, as loaders with a prefetcher do; return the samples after each step."""
+    model, samples = Model(), []
+    slot: Any = context.current().slot
+    for _epoch in range(2):
+        batches = iter(rows())
+        batch = next(batches)
+        while batch is not None:
+            following = next(batches, None)
+            model.step()
+            samples.append(slot.samples)
+            batch = following
+    return samples
+
+
+def test_samples_of_a_batch_that_is_read_ahead_count_with_its_step() -> None:
+    view, [samples] = run_job(ahead, ranks=1)
+    steps = [after - before for before, after in itertools.pairwise([0, *samples])]
+    assert steps == [2] * 2 * LENGTH
+    assert view.ranks[0].reading.samples == 2 * 2 * LENGTH
 
 
 def evaluates(until: float) -> None:
