@@ -149,7 +149,7 @@ def test_a_prompt_in_another_cell_comes_after_earlier_output(shared: Kernel) -> 
     shared.run(SHAPES)
     start = "job = notebook_launcher(shapes, num_processes=1, background=True, dashboard='text')"
     job = shared.run(start, is_typed_into=True)
-    job.wait_for(lambda job: "waits at breakpoint()" in job.displays[0].data["text/plain"])
+    job.wait_for(lambda job: "is waiting at breakpoint()" in job.displays[0].data["text/plain"])
     assert re.search(r"the shape\n.*an open line", job.displays[0].data["text/plain"]), job.displays
     cell = shared.submit("nblaunch.debug()", is_typed_into=True)
     cell.type("c")

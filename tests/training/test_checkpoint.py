@@ -403,7 +403,7 @@ def test_undeletable_checkpoints_do_not_end_training(tmp_path: Path) -> None:
     accelerator.save_state()
     in_its_way = tmp_path / "checkpoints" / ".checkpoint_8.doomed"
     in_its_way.write_text("")
-    with pytest.warns(UserWarning, match="checkpoint_8 could not be removed"):
+    with pytest.warns(UserWarning, match="checkpoint_8 exceeds total_limit=1, but could not be removed"):
         accelerator.save_state()
     in_its_way.unlink()
     accelerator.save_state()
@@ -912,7 +912,7 @@ def test_saving_in_a_window_warns(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared(gradient_accumulation_steps=3)
     with accelerator.accumulate(model):
         pass
-    with pytest.warns(UserWarning, match=r"gradient accumulation \(micro-step 1 of 3, of the Linear\)"):
+    with pytest.warns(UserWarning, match=r"gradient accumulation \(micro-step 1 of 3 for Linear\)"):
         accelerator.save_state(tmp_path / "state")
 
 

@@ -131,9 +131,7 @@ def test_checkpoints_within_a_window_warn(tmp_path: Path) -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(1, 1)).sum())
         if number == 2:
-            with pytest.warns(
-                UserWarning, match=r"micro-step 1 of 2, of the Linear\): accumulated gradients"
-            ):
+            with pytest.warns(UserWarning, match=r"micro-step 1 of 2 for Linear\): accumulated gradients"):
                 accelerator.save_state(str(tmp_path / "early"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

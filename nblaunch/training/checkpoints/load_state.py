@@ -130,9 +130,7 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
     for kind in ("optimizers", "schedulers"):
         saved, here = getattr(manifest, kind), len(getattr(live.preparer, kind))
         if here > saved:
-            raise CheckpointError(
-                f"checkpoint {folder} has too few {kind}: {saved}, but this job has prepared {here}"
-            )
+            raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
     _check_custom(folder, manifest.custom, len(live.registered))
     # Each rank reads a share of the files, which puts all files into the file system's cache.
     files.check_files(folder, manifest, live.rank, live.world_size)

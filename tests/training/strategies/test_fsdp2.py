@@ -190,7 +190,7 @@ def _evaluate_in_bf16() -> bool:
 
 def _step_beside_full_layers(is_optimizer_first: bool) -> tuple[bool, Any]:
     """Step with lists of parameters, as by default on GPUs, with one unsharded layer."""
-    warnings.filterwarnings("ignore", "ignored_modules leaves")
+    warnings.filterwarnings("ignore", "ignored_modules excludes")
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="exit"))
     model = network()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
@@ -582,7 +582,7 @@ def test_optimizers_get_shards_after_free_memory() -> None:
 
 
 def _norms(norm_type: float, ignored: str | None) -> float:
-    warnings.filterwarnings("ignore", message="ignored_modules leaves")
+    warnings.filterwarnings("ignore", message="ignored_modules excludes")
     accelerator, model, _, _ = prepared({"ignored_modules": ignored}, network())
     accelerator.backward(model(data().tensors[0]).pow(2).mean())
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
@@ -627,7 +627,7 @@ def _warnings_of_ignored(is_frozen: bool) -> list[str]:
 
 def test_unsharded_trained_weights_warn_once() -> None:
     (message,), others = ranks.run(_warnings_of_ignored, 2, False)
-    assert message.startswith("ignored_modules leaves exit.weight, exit.bias to each rank")
+    assert message.startswith("ignored_modules excludes exit.weight, exit.bias from sharding")
     assert "requires_grad_(False)" in message
     assert others == []
     assert ranks.run(_warnings_of_ignored, 2, True) == [[], []]
