@@ -28,12 +28,22 @@ class Comparison(NamedTuple):
     Args:
         kind: ``"weights"`` or ``"gradients"``.
         problem: the problem if ranks have different values.
-        value: the values of this rank.
+        share: identifies the parameters that are updated.
+        elements: some of this rank's values.
     """
 
     kind: str
     problem: str
-    value: tuple[Any, ...]
+    share: int
+    elements: Sequence[float]
+
+    def value_of(self, number: int) -> tuple[Any, ...]:
+        """Return the value of an observation of a model.
+
+        Args:
+            number: the model's number, equal on all ranks; models of one class have different numbers.
+        """
+        return (f"{self.kind} {number} {self.share}", *self.elements)
 
 
 def comparisons(model: Any, optimizer: Any) -> Iterator[Comparison]:
@@ -54,21 +64,28 @@ def comparisons(model: Any, optimizer: Any) -> Iterator[Comparison]:
     yield Comparison(
         "weights",
         f"the weights of the {name} differ between ranks",
-        (f"weights {share}", *elements_of(trained)),
+        share,
+        elements_of(trained),
     )
     yield Comparison(
         "gradients",
         f"the gradients of the {name} differ between ranks when the optimizer steps, because nothing has averaged them",
-        (f"gradients {share}", *elements_of(gradients)),
+        share,
+        elements_of(gradients),
     )
 
 
 def is_replicated(model: Any) -> bool:
-    """Return whether torch averages a wrapped model's gradients over all ranks of the job, without a hook."""
+    """Return whether torch averages a wrapped model's gradients over all ranks of the job, without a hook.
+
+    Models that were in a ``Join`` context are left out, because ranks with fewer batches count fewer steps.
+    """
     import torch.distributed as dist
 
+    if getattr(model, "_comm_hooks", ()) or model._join_config.enable:
+        return False
     # The user may have wrapped the model for a group with only some of the ranks.
-    return model.process_group.size() == dist.get_world_size() and not getattr(model, "_comm_hooks", ())
+    return bool(model.process_group.size() == dist.get_world_size())
 
 
 def averaged_by(model: Any) -> list[Any]:
@@ -103,9 +120,9 @@ _ADVICE = {
 class PlainReplicas:
     """Compares replicas in the first steps of loops without nblaunch's Accelerator.
 
-    Steps after a forward pass under ``no_sync`` are left out, because the user may average weights instead of
-    gradients, as in local SGD. Optimizers of other libraries are left out, because they may average gradients in
-    their steps.
+    Models that are updated after a forward pass under ``no_sync`` are left out from then on, because the user may
+    average weights instead of gradients, as in local SGD. Optimizers of other libraries are left out, because they may
+    average gradients in their steps.
 
     Args:
         here: the context of this process.
@@ -114,28 +131,42 @@ class PlainReplicas:
     def __init__(self, here: ProcessContext) -> None:
         self._here = here
         self._num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_models = 0
 
     def before_step(self, optimizer: Any, models: Iterable[Any]) -> None:
         """Report what ``optimizer`` is about to update in the replicated models among ``models``."""
         if self._here.training is not None or not type(optimizer).__module__.startswith("torch."):
             return
         for model in models:
-            number = self._num_steps.get(model, 0) + 1
-            if number > _NUM_STEPS or not model.require_forward_param_sync or not is_replicated(model):
-                continue
-            if any(map(_may_communicate, averaged_by(model))):
+            step = self._num_steps.get(model, 0) + 1
+            if (
+                step > _NUM_STEPS
+                or not is_replicated(model)
+                or any(map(_may_communicate, averaged_by(model)))
+            ):
                 continue
             for comparison in comparisons(model, optimizer):
-                self._num_steps[model] = number
+                if not model.require_forward_param_sync:
+                    self._num_steps[model] = _NUM_STEPS
+                    break
+                self._num_steps[model] = step
                 self._here.observe(
                     CHECK,
                     comparison.problem,
                     _ADVICE[comparison.kind],
                     innermost_user_frame(),
-                    step=number,
-                    value=comparison.value,
+                    step=step,
+                    value=comparison.value_of(self._number_of(model)),
                     judged_by="equal",
                 )
+
+    def _number_of(self, model: Any) -> int:
+        """Return a model's number. Ranks begin to update models in the same order, because they average gradients."""
+        if model not in self._numbers:
+            self._num_models += 1
+            self._numbers[model] = self._num_models
+        return self._numbers[model]
 
 
 def _may_communicate(tensor: Any) -> bool:

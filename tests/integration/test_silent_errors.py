@@ -874,6 +874,42 @@ RIGHT = {
 
 
 RIGHT |= {
+    "fewer batches on one rank": """
+    torch.distributed.init_process_group("gloo")
+    plain, _, loader = parts()
+    model = nn.parallel.DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    number = 5 if torch.distributed.get_rank() else 2
+    for epoch in range(3):
+        with model.join():
+            for batch in (each for each, _ in zip(loader, range(number))):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()""",
+    "several models of one class": """
+    torch.distributed.init_process_group("gloo")
+    loader = parts()[2]
+    models = [nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 1))) for _ in range(4)]
+    both = [(model, torch.optim.SGD(model.parameters(), 0.1)) for model in models]
+    for batch in loader:
+        for model, optimizer in both:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "weights averaged after steps with gradients of one rank and of all ranks": """
+    torch.distributed.init_process_group("gloo")
+    plain, optimizer, loader = parts()
+    model = nn.parallel.DistributedDataParallel(plain)
+    sampler = torch.utils.data.DistributedSampler(loader.dataset)
+    for number, batch in enumerate(DataLoader(loader.dataset, 8, sampler=sampler)):
+        with model.no_sync() if number % 3 < 2 else contextlib.nullcontext():
+            loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 3 == 2:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.data)
+                parameter.data /= 2""",
     "a metric of all ranks, and other numbers": ONE_SHARE
     + """
         accelerator.print(f"train loss: {losses[0]:.3f}, train_mse={losses[0]:.3f}, evaluated in {0.25} s")

@@ -33,12 +33,12 @@ class DifferentReplicas(Check):
         self.left_out: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        for model in _replicated(prepared):
+        for number, model in enumerate(_replicated(prepared)):
             if model in self.left_out:
                 continue
             for comparison in replicas.comparisons(model, optimizer):
                 advice = _ADVICE_ON_WEIGHTS if comparison.kind == "weights" else _advice(model)
-                self.report(comparison.problem, advice, value=comparison.value, judged_by="equal")
+                self.report(comparison.problem, advice, value=comparison.value_of(number), judged_by="equal")
 
 
 class StepsOnSomeRanks(Check):
