@@ -104,7 +104,7 @@ def test_schedulers_stay_with_unchanged_optimizers(capsys: pytest.CaptureFixture
     assert held["main"].last_epoch == 0
     assert (
         "the state of the scheduler args[2]['main'] (CosineAnnealingLR) was not copied back"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )
 
 
@@ -113,7 +113,7 @@ def test_states_return_only_on_request_and_a_note_says_so(capsys: pytest.Capture
     _launch(model, optimizer, 1, sync_optimizers=False)
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "args[1]['optimizer'] (AdamW)" in shown
     assert "sync_optimizers=True" in shown
 
@@ -128,7 +128,7 @@ def test_an_optimizer_whose_state_is_the_same_is_not_named(capsys: pytest.Captur
     model, _ = _built()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     notebook_launcher(_step, (model, optimizer), num_processes=2, backend="cpu")
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "trained weights" in shown
     assert "SGD" not in shown
 
@@ -143,7 +143,7 @@ def test_sharded_states_do_not_come_back_and_a_note_names_them(capsys: pytest.Ca
         sync_optimizers=True,
     )
     assert not optimizer.state
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "the state of the optimizer args[1]['optimizer'] (AdamW) was not copied back" in out
     assert "save_state" in out
 

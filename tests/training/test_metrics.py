@@ -189,7 +189,7 @@ def test_uncuttable_values_raise_on_every_rank() -> None:
         for name in UNCLEAR:
             with pytest.raises(ValueError, match=f"rows of {name} belong to which sample"):
                 raise ValueError(messages[name])
-        assert all("3 samples and was completed to 4" in text for text in messages.values())
+        assert all("3 samples and was padded to 4" in text for text in messages.values())
         assert all(
             "use_gather_object=True" in text and "accelerator.gather" in text for text in messages.values()
         )
