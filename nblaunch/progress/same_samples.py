@@ -262,6 +262,11 @@ class LocalGradients:
         self._hooked: list[tuple[Any, Any]] = []  # parameter, handle of its hook
         self._before_step: BeforeStep | None = None
 
+    @property
+    def last_wrapped(self) -> weakref.ref[Any] | None:
+        """The ``DistributedDataParallel`` model that was made last."""
+        return self._wrapped[-1] if self._wrapped else None
+
     def begin_pass(self, before_step: BeforeStep) -> None:
         """Watch the backward pass that follows, the exchanges after it, and the step of an optimizer."""
         self.is_watched, self._before_step = True, before_step

@@ -19,7 +19,9 @@ _NUM_EPOCHS = 3
 
 
 class SamplerEpochs:
-    """Counts consecutive complete loops over a sampler in one epoch.
+    """Counts consecutive complete loops over a sampler in one epoch, until the user wraps another model.
+
+    A search for hyperparameters may train each model on the same order.
 
     Args:
         here: the context of this process.
@@ -27,14 +29,16 @@ class SamplerEpochs:
 
     def __init__(self, here: ProcessContext) -> None:
         self._here = here
-        self._seen: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], int]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 
     def end_epoch(self, iterator: Any) -> None:
         """Count a training loop that has read all batches from an iterator of torch's loader."""
         sampler = _sampler_of(iterator)
         if sampler is None:
             return
-        order = sampler.epoch, sampler.seed
+        gradients = self._here.slot.local_gradients
+        model = None if gradients is None else gradients.last_wrapped
+        order = sampler.epoch, sampler.seed, model
         last, number = self._seen.get(sampler, (order, 0))
         number = number + 1 if last == order else 1
         self._seen[sampler] = order, number

@@ -886,6 +886,19 @@ RIGHT |= {
                 loss_of(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()""",
+    "a search in which each model trains for one epoch, on the same order": """
+    torch.distributed.init_process_group("gloo")
+    data = parts()[2].dataset
+    sampler = torch.utils.data.DistributedSampler(data)
+    loader = DataLoader(data, 8, sampler=sampler)
+    for rate in (0.1, 0.01, 0.001, 0.0001):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        sampler.set_epoch(0)
+        for batch in loader:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()""",
     "several models of one class": """
     torch.distributed.init_process_group("gloo")
     loader = parts()[2]
