@@ -110,7 +110,7 @@ def types():
     program, precision = cell.value
     assert "bf16[4,8]" in program
     assert precision == "DeviceBf16Precision"
-    assert "bf16: on the device float and double are bfloat16" in cell.stdout
+    assert "bf16: on the device, float and double are bfloat16" in cell.stdout
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_mentioned_once(training: Kernel) -> None:
