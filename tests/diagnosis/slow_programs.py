@@ -160,7 +160,7 @@ def optimizer(accelerator: Any) -> None:
 
 SLOW: dict[Callable[[Any], None], str] = {
     data_on_all_ranks: "of each step is spent waiting for data on all ranks (num_workers=0",
-    data_on_one_rank: "rank 1 waits",
+    data_on_one_rank: "rank 1 spends",
     long_batches: "batches on rank 1 are 3.0 times longer",
     shared_core: "rank 1 shares its core with",
     many_threads: " threads per process on",
