@@ -11,10 +11,10 @@ loss_graphs.py     reads the graph of a loss: its last division, a parameter tha
 batches.py         sizes and digests of batches
 sampler_epochs.py  warns if a DistributedSampler stays in one epoch
 replicas.py        compares the replicas of models that DistributedDataParallel keeps equal
-same_samples.py    warns if all ranks train on the same samples or repeat the same training; reads gradients before
-                   ranks exchange them
-frameworks.py      counts of epochs and steps from transformers, Lightning and fastai; signs of progress from any code:
-                   bars, new parameters, garbage collections
+same_samples.py    warns if all ranks train on the same samples or repeat the same training
+local_gradients.py reads gradients before ranks exchange them
+frameworks.py      counts of epochs and steps from transformers, Lightning and fastai
+signs.py           signs of progress from any code: bars, new parameters, garbage collections
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.
 """

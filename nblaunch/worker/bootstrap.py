@@ -8,7 +8,7 @@
     inheritance      drops state that belongs only to the kernel; shows text instead of HTML; adapts a cell's Trainers
     files            detects ranks that write to the same file that the kernel opened
     payload          pickles definitions in cells by value for fresh multiprocessing processes
-    frameworks       counts bars and parameters as progress, and optimizer_steps counts steps
+    signs            counts bars and parameters as progress, and optimizer_steps counts steps
     import_times     explains slow imports
     file_writes      records which files the function saves, and how long that takes
     context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
@@ -46,7 +46,7 @@ from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, PutUnread, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.host.sockets import Connection
-from nblaunch.progress import frameworks, plain_loops
+from nblaunch.progress import frameworks, plain_loops, signs
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender

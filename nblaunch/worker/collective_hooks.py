@@ -24,7 +24,7 @@ from typing import Any
 from zlib import crc32
 
 from nblaunch import packages
-from nblaunch.progress.same_samples import LocalGradients
+from nblaunch.progress.local_gradients import LocalGradients
 from nblaunch.wire.board import Slot
 from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, UNEVEN, CallWriter
 from nblaunch.wire.spans import SpanKind, SpanWriter

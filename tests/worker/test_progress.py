@@ -13,13 +13,13 @@ from tests.programs import output_of
 SCRIPT = """
 import io, sys
 from nblaunch.wire.board import private_slot
-from nblaunch.progress import frameworks
+from nblaunch.progress import signs
 from nblaunch.worker.optimizer_steps import steps
 if {is_before}:
     import torch, tqdm
 slot = private_slot()
 steps.count_on(slot)
-frameworks.count_progress(slot)
+signs.count_progress(slot)
 import torch, tqdm
 
 def shown():
