@@ -248,9 +248,8 @@ class DebugClient:
         if message.stop is not None:
             self.stopped_s = time.monotonic()
         self.printed.pop(rank, None)
-        self._arrived.append(
-            rank
-        )  # first, because another thread may see the prompt and ask for earlier output
+        # First, because another thread may see the prompt and ask for earlier output.
+        self._arrived.append(rank)
         self.prompts[rank] = message
 
     def _handle_end(self, rank: int, message: Resumed) -> None:

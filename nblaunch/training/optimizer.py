@@ -67,9 +67,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._needs_no_choice = choice is None or choice.default is True
         precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
-            optimizer.load_state_dict(
-                optimizer.state_dict()
-            )  # here, torch moves each state to its parameter's device
+            # Here, torch moves each state to its parameter's device.
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def __getattr__(self, name: str) -> Any:
         # This also makes torch's hook methods register their hooks with the inner optimizer.

@@ -243,7 +243,7 @@ class _Worker:
         payload.send_cells_by_value()
         self.slot.record_spans()
         steps.count_on(self.slot)
-        frameworks.count_progress(self.slot)
+        signs.count_progress(self.slot)
         num_collectives = collective_hooks.record_collectives(self.slot)
         file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives).watch()
         process_group.adapt_joining(assignment.topology)
@@ -307,9 +307,8 @@ class _Worker:
         )
         other_debuggers.redirect_set_trace()
         if self.assignment.post_mortem:
-            self._debugger = (
-                self._start_debugger()
-            )  # it answers even while the rank is waiting in a collective
+            # It answers even while the rank is waiting in a collective.
+            self._debugger = self._start_debugger()
 
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger

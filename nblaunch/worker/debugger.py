@@ -325,9 +325,7 @@ class _Pdb(_OwnPdb):
             if candidate is frame:
                 self.curindex = index
                 self.curframe = candidate
-                if sys.version_info < (
-                    3,
-                    14,
-                ):  # newer releases read the frame's variables and warn if this is set
+                # Newer releases read the frame's variables, and warn if this is set.
+                if sys.version_info < (3, 14):
                     self.curframe_locals = candidate.f_locals
                 self.lineno = None

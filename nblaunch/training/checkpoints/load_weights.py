@@ -356,9 +356,8 @@ def _fill_bare(
             else saved.to(device, to)
         )
         if filled.numel() and filled.data_ptr() in addresses:
-            filled = (
-                filled.clone()
-            )  # two names for one tensor in the files, but for two tensors in the module
+            # The files have two names for one tensor, but the module has two tensors.
+            filled = filled.clone()
         addresses.add(filled.data_ptr())
         is_parameter = isinstance(bare, torch.nn.Parameter)
         made[id(bare)] = torch.nn.Parameter(filled, bare.requires_grad) if is_parameter else filled

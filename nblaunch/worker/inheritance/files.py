@@ -149,9 +149,8 @@ class KernelFiles:
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
-        @packages.replaces(
-            module, "_worker_loop"
-        )  # keeps the name, because a fresh process looks up the original by name
+        # The name stays, because a fresh process looks up the original by name.
+        @packages.replaces(module, "_worker_loop")
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
             positions.renew(OpenDescriptors.of_this_process(self._left_out).files)
             loop(*args, **kwargs)
