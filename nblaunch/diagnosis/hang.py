@@ -208,10 +208,8 @@ class HangDetector:
     ) -> Finding | None:
         """Return the finding unless all of it has been reported."""
         if any(state.checks and state.position.is_long_work for state in self._running_ranks()):
-            hung, suspected = (
-                [],
-                [*hung, *suspected],
-            )  # the others are waiting for the rank that is compiling or saving
+            # The others are waiting for the rank that is compiling or saving.
+            hung, suspected = [], [*hung, *suspected]
         is_new = any(not self._ranks[rank].was_reported for rank in hung) or any(
             not (self._ranks[rank].was_suspected or self._ranks[rank].was_reported) for rank in suspected
         )

@@ -129,9 +129,8 @@ class Job(Generic[T]):
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._launch_settled = (
-            Latch()
-        )  # set once the job has started, is waiting for other machines, or has ended
+        # Set once the job has started, is waiting for other machines, or has ended.
+        self._launch_settled = Latch()
         self._ended = Latch()
         self._show_again: Callable[[], bool] | None = None
 

@@ -131,9 +131,8 @@ class MemorySampler:
         self._uses = {rank: use for rank, use in self._uses.items() if rank in pids}
         due = set(pids)
         if now_s < self._next_s:
-            due -= (
-                self._uses.keys()
-            )  # ranks without a reading stay due; otherwise a short job would end without one
+            # Ranks without a reading stay due; otherwise a short job would end without one.
+            due -= self._uses.keys()
         else:
             self._next_s = now_s + _READING_S
         for rank in due:

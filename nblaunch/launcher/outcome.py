@@ -400,9 +400,8 @@ class EndedAttempt:
         if rank in self.report.announced:
             return True
         failed = self.report.failed.get(rank)
-        if (
-            failed is not None
-        ):  # on a KeyboardInterrupt in the function, the worker would have announced its states
+        # On a KeyboardInterrupt in the function, the worker would have announced its states.
+        if failed is not None:
             return failed.info.type_name != KeyboardInterrupt.__name__
         states = {reading.rank: reading.state for reading in self.report.last_readings}
         return states.get(rank) is not WorkerState.STARTING

@@ -129,9 +129,8 @@ class ForkserverGroup(WorkerGroup):
         ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
-                report = os.read(
-                    self._report_fd, _REPORT.size
-                )  # never partial: a report is far smaller than PIPE_BUF
+                # Never partial: a report is far smaller than PIPE_BUF.
+                report = os.read(self._report_fd, _REPORT.size)
             except BlockingIOError:
                 return ended
             if not report:

@@ -457,9 +457,7 @@ class _Hooks:
                 if type(rate) is not float:
                     rate = float(rate) if isinstance(rate, (int, float)) else -1.0
                 write_step(find_step((group.handle, UNEVEN if self._is_uneven else share)), rate)
-            except (
-                Exception
-            ):  # for example, a user's optimizer that does not support weak references; skip it
+            except Exception:  # for example, a user's optimizer without support for weak references; skip it
                 return
 
         slot.record_step, slot.record_backward = record_step, record_backward

@@ -152,9 +152,8 @@ def _of_script(script: Any) -> Reduction:
 def _load_script(data: bytes) -> Any:
     torch = importlib.import_module("torch")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the user's own use of TorchScript has caused this warning
+        # The user's own use of TorchScript has caused this warning.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.load(io.BytesIO(data), map_location="cpu")
 
 
